@@ -1,0 +1,393 @@
+package manager
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
+)
+
+// RetrievalID names one retrieval of this manager, from 1, never reused.
+type RetrievalID uint64
+
+// Move is what is to be read of one label, the same on every local rank: the
+// tokens [From, To). Remote and Local name the pages that these tokens lie in,
+// and no others.
+type Move struct {
+	Label       id.Label
+	From, To    int
+	RemoteStart int          // stream position of Remote[0]
+	Remote      []page.Index // owner's pages
+	LocalStart  int          // stream position of Local[0]
+	Local       []page.Index // our pages
+}
+
+// Retrieval is work to be done: read every Move on every local rank, then call
+// Landed once, or Failed once when nothing can land any more. Its pages are
+// the request's from Landed on; until then they belong to nobody else.
+type Retrieval struct {
+	ID      RetrievalID
+	Request id.Request
+	Source  id.Publication
+	Moves   []Move // in the order of the needed labels
+}
+
+// Readiness of a request for the engine.
+type Readiness uint8
+
+const (
+	// Waiting: a needed label or rank is not published (far enough) yet.
+	Waiting Readiness = iota
+	// Reading: a retrieval runs, or was given up and may still write.
+	Reading
+	// Ready: every needed label of every local rank has landed and is final,
+	// or has landed up to the tokens asked for.
+	Ready
+)
+
+func (r Readiness) String() string {
+	return [...]string{"waiting", "reading", "ready", "unknown"}[min(r, 3)]
+}
+
+// Outcome of AdmitRetrieve. Start is set if the caller must read now; then
+// Readiness is Reading.
+type Outcome struct {
+	Readiness Readiness
+	Start     *Retrieval
+	// Unseal are our own publications of tokens that the retrieve has dropped
+	// to start over: clear their seal words, then call Unsealed.
+	Unseal []PublicationID
+}
+
+// retrieval is one that runs or drains.
+type retrieval struct {
+	id       RetrievalID
+	request  *request // nil once it was removed or reset
+	origin   origin
+	parts    []part
+	draining bool
+	// drain are the pages, in quarantine, of a request that is gone.
+	drain []page.Index
+}
+
+// part is the share of one label.
+type part struct {
+	label    id.Label
+	stream   *stream // nil: to be made when it lands
+	from, to int
+	over     bool         // the tokens in the stream are of another origin
+	reserved []page.Index // for this attempt, beyond the stream's
+}
+
+// AdmitRetrieve compares the source with what the request has, and returns how
+// ready the request is and, if there is something to move and no retrieval
+// runs, the retrieval to start. minTokens 0 asks for a final publication; once
+// every needed label has landed up to minTokens nothing more is started.
+//
+// A source of another owner, publication, or content epoch than the stream's
+// starts over from 0. A nil source is ready (nothing to bring in), and so is
+// one of this very life. While a retrieval runs the answer is Reading, whatever
+// the source.
+//
+// It refuses, and changes nothing then: a source that does not fit
+// ([*IncompatibleError]) or contradicts itself ([*MalformedError]), more tokens
+// for a stream on which a step was committed since it landed (ErrDiverged), a
+// request with a step in flight (ErrStepInFlight), and too few free pages
+// ([*AllocationError]).
+func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int) (Outcome, error) {
+	if minTokens < 0 {
+		return Outcome{}, fmt.Errorf("retrieve %q: %w: %d tokens", r, ErrInvalid, minTokens)
+	}
+	own := true
+	if src != nil {
+		own = src.Name.Owner == m.life
+		if err := m.inspect(src, own); err != nil {
+			return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
+		}
+	}
+	m.mu.Lock()
+	defer m.unlock()
+	req := m.requests[r]
+	switch {
+	case req == nil:
+		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, ErrUnknownRequest)
+	case req.reading != nil:
+		return Outcome{Readiness: Reading}, nil
+	case own:
+		return Outcome{Readiness: Ready}, nil
+	}
+	ready, parts, remote, err := m.compare(req, req.needs.at(at), src, minTokens)
+	if err != nil {
+		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
+	}
+	out := Outcome{Readiness: Waiting}
+	if ready {
+		out.Readiness = Ready
+	}
+	if len(parts) == 0 {
+		return out, nil
+	}
+	if req.inFlight > 0 {
+		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, ErrStepInFlight)
+	}
+	if err := m.fits(req, parts); err != nil {
+		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
+	}
+	out.Unseal = m.startOver(req, parts)
+	if out.Start = m.begin(req, origin{src.Name, src.Publication.ContentEpoch}, parts, remote); out.Start != nil {
+		out.Readiness = Reading
+	}
+	return out, nil
+}
+
+// compare returns what has to happen before the request is ready, or as ready
+// as the source allows: tokens to move, streams to empty. remote are the
+// source's streams of the parts.
+func (m *Manager) compare(req *request, needed []id.Label, src *Source, minTokens int) (ready bool, parts []part, remote []*Stream, err error) {
+	from := origin{src.Name, src.Publication.ContentEpoch}
+	ready = true
+	over := false // a stream has to be emptied, however much is asked for
+	for _, l := range needed {
+		t, err := m.find(&src.Publication, l)
+		if err != nil {
+			return false, nil, nil, err
+		}
+		if t == nil {
+			ready = false
+			continue
+		}
+		p := part{label: l, stream: req.byLabel[l]}
+		if s := p.stream; s != nil {
+			switch {
+			case s.origin == origin{}:
+				p.from = s.stored // computed here, as far as it goes
+			case s.origin == from:
+				p.from = s.landed
+			default:
+				p.over = true
+			}
+			if s.diverged() && (p.over || t.Tokens > p.from) {
+				return false, nil, nil, fmt.Errorf("label %q: %w", l, ErrDiverged)
+			}
+		}
+		p.to = max(p.from, t.Tokens)
+		done := src.Publication.Final && p.from >= t.Tokens || minTokens > 0 && p.from >= minTokens
+		ready = ready && done
+		if p.to == p.from && !p.over {
+			continue
+		}
+		if t.State != Resident {
+			ready = ready && !p.over
+			continue // there is nothing to read yet
+		}
+		if p.to > p.from && p.from < t.Start {
+			return false, nil, nil, &IncompatibleError{Fields: []page.Difference{{
+				Field: "start", Ours: strconv.Itoa(p.from), Theirs: strconv.Itoa(t.Start),
+			}}}
+		}
+		over = over || p.over
+		parts = append(parts, p)
+		remote = append(remote, t)
+	}
+	if ready && !over {
+		return true, nil, nil, nil // minTokens may have been reached: no wait for more
+	}
+	return ready, parts, remote, nil
+}
+
+// fits checks that labels and pages suffice for all parts.
+func (m *Manager) fits(req *request, parts []part) error {
+	added, pages := 0, 0
+	var tight *part
+	for i := range parts {
+		p := &parts[i]
+		if p.stream == nil {
+			if added++; len(req.streams)+added > m.limits.labels {
+				return &FullError{"labels a request", m.limits.labels}
+			}
+		}
+		if pages += m.lacks(p); pages > m.arena.counts[free] && tight == nil {
+			tight = p
+		}
+	}
+	if tight != nil {
+		available := m.arena.counts[free]
+		return &AllocationError{Request: req.id, Label: tight.label, Short: pages - available, Free: available}
+	}
+	return nil
+}
+
+// lacks returns how many pages the part needs beyond those of its stream.
+func (m *Manager) lacks(p *part) int {
+	has := 0
+	if p.stream != nil {
+		has = len(p.stream.pages)
+		if p.over {
+			for _, x := range p.stream.pages {
+				if m.arena.held(x) {
+					has-- // it will go to limbo
+				}
+			}
+		}
+	}
+	return max(0, page.Count(p.to, m.size)-has)
+}
+
+// startOver empties the streams whose tokens are of another origin. What was
+// published of them is so no more.
+func (m *Manager) startOver(req *request, parts []part) (unseal []PublicationID) {
+	over := false
+	for i := range parts {
+		if parts[i].over {
+			m.rewind(parts[i].stream, false)
+			over = true
+		}
+	}
+	if !over {
+		return nil
+	}
+	req.epoch++
+	req.ended = false
+	if p := req.publication; p != nil {
+		req.disown()
+		unseal = append(unseal, p.id)
+	}
+	return unseal
+}
+
+// begin reserves pages, which have been counted, and puts the retrieval
+// together; nil if there is nothing to move.
+func (m *Manager) begin(req *request, from origin, parts []part, remote []*Stream) *Retrieval {
+	var moves []Move
+	var kept []part
+	for i, p := range parts {
+		if p.to == p.from {
+			continue
+		}
+		var local []page.Index
+		first, end := p.from/m.size, page.Count(p.to, m.size)
+		n := m.lacks(&p)
+		if s := p.stream; s != nil {
+			local = slices.Clone(s.pages[first:min(end, len(s.pages))])
+		}
+		p.reserved, _ = m.arena.take(nil, n)
+		t := remote[i]
+		skip := t.Start / m.size
+		moves = append(moves, Move{
+			Label:       p.label,
+			From:        p.from,
+			To:          p.to,
+			RemoteStart: first * m.size,
+			Remote:      slices.Clone(t.Pages[first-skip : end-skip]),
+			LocalStart:  first * m.size,
+			Local:       append(local, p.reserved...),
+		})
+		kept = append(kept, p)
+	}
+	if len(moves) == 0 {
+		return nil
+	}
+	m.lastRetrieval++
+	t := &retrieval{id: m.lastRetrieval, request: req, origin: from, parts: kept}
+	m.retrievals[t.id] = t
+	req.reading = t
+	return &Retrieval{ID: t.id, Request: req.id, Source: from.name, Moves: moves}
+}
+
+// Landed makes the tokens of a retrieval part of the streams: everything has
+// landed on every local rank, and then every seal held. It fails with
+// ErrUnknownRetrieval if the request was removed or reset meanwhile or the
+// retrieval was cancelled; then Failed must follow.
+func (m *Manager) Landed(i RetrievalID) error {
+	m.mu.Lock()
+	defer m.unlock()
+	t := m.retrievals[i]
+	if t == nil || t.draining || t.request == nil {
+		return fmt.Errorf("land retrieval %d: %w", i, ErrUnknownRetrieval)
+	}
+	for _, p := range t.parts {
+		s := p.stream
+		if s == nil {
+			s = t.request.add(p.label)
+		}
+		s.pages = append(s.pages, p.reserved...)
+		s.stored, s.landed = p.to, p.to
+		s.origin = t.origin
+		s.mutation++
+	}
+	t.request.reading = nil
+	delete(m.retrievals, i)
+	return nil
+}
+
+// Cancel marks a retrieval as draining: only Failed ends it. Its pages stay in
+// quarantine until then, and the request is being read into.
+func (m *Manager) Cancel(i RetrievalID) error {
+	m.mu.Lock()
+	defer m.unlock()
+	t := m.retrievals[i]
+	if t == nil {
+		return fmt.Errorf("cancel retrieval %d: %w", i, ErrUnknownRetrieval)
+	}
+	m.giveUp(t)
+	return nil
+}
+
+// giveUp puts what the attempt reserved into quarantine.
+func (m *Manager) giveUp(t *retrieval) {
+	if t.draining {
+		return
+	}
+	t.draining = true
+	for _, p := range t.parts {
+		m.quarantine(p.reserved)
+	}
+}
+
+// abandon takes a read that runs off a request that is about to lose its
+// pages: those that it may still write go to quarantine.
+func (m *Manager) abandon(req *request) (cancel []RetrievalID) {
+	t := req.reading
+	if t == nil {
+		return nil
+	}
+	m.giveUp(t)
+	for _, p := range t.parts {
+		t.drain = append(t.drain, p.reserved...)
+		s := p.stream
+		if s == nil {
+			continue
+		}
+		first, end := p.from/m.size, min(len(s.pages), page.Count(p.to, m.size))
+		if first < end {
+			m.quarantine(s.pages[first:end])
+			t.drain = append(t.drain, s.pages[first:end]...)
+			s.pages = slices.Delete(s.pages, first, end)
+		}
+	}
+	t.request, t.parts = nil, nil
+	req.reading = nil
+	return []RetrievalID{t.id}
+}
+
+// Failed ends a retrieval of which nothing can land any more. The pages it
+// reserved become free, tokens below stored stay.
+func (m *Manager) Failed(i RetrievalID) error {
+	m.mu.Lock()
+	defer m.unlock()
+	t := m.retrievals[i]
+	if t == nil {
+		return fmt.Errorf("end retrieval %d: %w", i, ErrUnknownRetrieval)
+	}
+	for _, p := range t.parts {
+		m.release(p.reserved)
+	}
+	m.release(t.drain)
+	if t.request != nil {
+		t.request.reading = nil
+	}
+	delete(m.retrievals, i)
+	return nil
+}
