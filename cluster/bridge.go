@@ -1,0 +1,94 @@
+package cluster
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// bridgeLines bounds the lines a second: strangers cause one with every packet.
+const bridgeLines = 20
+
+// bridge writes memberlist's log lines to ours. It lowers their level by one,
+// since memberlist calls every lost packet an error, and puts the name of the
+// node for memberlist's own.
+type bridge struct {
+	log    *slog.Logger
+	roster *roster
+	count  *counters
+	closed atomic.Bool
+
+	mu     sync.Mutex
+	second time.Time
+	lines  int
+	hidden int
+}
+
+func (b *bridge) Write(p []byte) (int, error) {
+	if bytes.Contains(p, []byte("handler queue full")) {
+		b.count.queueDrops.Add(1)
+	}
+	line := strings.TrimSpace(string(p))
+	level := slog.LevelInfo
+	if tag, rest, ok := strings.Cut(line, "] "); ok && strings.HasPrefix(tag, "[") {
+		line = rest
+		switch tag {
+		case "[DEBUG", "[INFO":
+			level = slog.LevelDebug
+		case "[ERR", "[ERROR":
+			level = slog.LevelWarn
+		}
+	}
+	ctx := context.Background()
+	if b.closed.Load() || !b.log.Enabled(ctx, level) {
+		return len(p), nil
+	}
+	hidden, ok := b.pass(time.Now())
+	if !ok {
+		return len(p), nil
+	}
+	if hidden > 0 {
+		b.log.Info("memberlist lines not shown", "lines", hidden)
+	}
+	b.log.Log(ctx, level, "memberlist", "text", b.roster.rename(strings.TrimPrefix(line, "memberlist: ")))
+	return len(p), nil
+}
+
+// pass says whether one more line may be written, and how many were not before.
+func (b *bridge) pass(now time.Time) (hidden int, ok bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if now.Sub(b.second) >= time.Second {
+		hidden = b.hidden
+		b.second, b.lines, b.hidden = now, 0, 0
+	}
+	if b.lines++; b.lines > bridgeLines {
+		b.hidden++
+		return 0, false
+	}
+	return hidden, true
+}
+
+// rename puts the stable name for every name of memberlist in a line.
+func (r *roster) rename(line string) string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	words := strings.Split(line, " ")
+	for i, w := range words {
+		bare := strings.Trim(w, `'"(),:;`)
+		node := ""
+		if bare == r.selfName {
+			node = string(r.self.Node)
+		} else if l := r.lives[bare]; l != nil {
+			node = string(l.peer.Life.Node)
+		}
+		if node != "" {
+			words[i] = strings.Replace(w, bare, node, 1)
+		}
+	}
+	return strings.Join(words, " ")
+}

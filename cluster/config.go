@@ -1,0 +1,68 @@
+package cluster
+
+import (
+	"log"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+)
+
+// timing are the durations that differ between a cluster and a test.
+type timing struct {
+	gossip, probe, probeTimeout time.Duration
+	pushPull, dead, stream      time.Duration
+	reconcile                   time.Duration
+	rejoinMin, rejoinMax        time.Duration // between calls to those that are missing, once we are joined
+	joinMax                     time.Duration // between calls to seeds before that
+	goodbye                     time.Duration // how long a goodbye is believed
+}
+
+func timings(fast bool) timing {
+	if fast {
+		// A tenth, except where a starved machine would take a live member for
+		// a dead one.
+		return timing{
+			gossip: 10 * time.Millisecond, probe: 250 * time.Millisecond, probeTimeout: 200 * time.Millisecond,
+			pushPull: time.Second, dead: 3 * time.Second, stream: time.Second,
+			reconcile: time.Second, rejoinMin: 500 * time.Millisecond, rejoinMax: time.Second,
+			joinMax: 500 * time.Millisecond, goodbye: 3 * time.Second,
+		}
+	}
+	return timing{
+		gossip: 20 * time.Millisecond, probe: 500 * time.Millisecond, probeTimeout: 250 * time.Millisecond,
+		pushPull: 10 * time.Second, dead: 30 * time.Second, stream: 2 * time.Second,
+		reconcile: 10 * time.Second, rejoinMin: 5 * time.Second, rejoinMax: 10 * time.Second,
+		joinMax: 2 * time.Second, goodbye: 30 * time.Second,
+	}
+}
+
+// config is memberlist's. Its metrics go nowhere unless somebody in the process
+// installs a global sink.
+func (c *Cluster) config(o Options) *memberlist.Config {
+	m := memberlist.DefaultLANConfig()
+	m.Name = listName(c.life)
+	m.Label = o.Label
+	m.Transport = c.transport
+	m.BindAddr, m.BindPort = c.bound.Addr().String(), int(c.bound.Port())
+	m.AdvertiseAddr, m.AdvertisePort = c.advertise.Addr().String(), int(c.advertise.Port())
+	m.Delegate, m.Events, m.Alive, m.Conflict = c.calls, c.calls, c.calls, c.calls
+	m.Logger = log.New(c.bridge, "", 0)
+
+	m.GossipInterval, m.GossipNodes = c.time.gossip, 3
+	m.ProbeInterval, m.ProbeTimeout, m.IndirectChecks = c.time.probe, c.time.probeTimeout, 3
+	m.SuspicionMult, m.SuspicionMaxTimeoutMult = 4, 6
+	m.RetransmitMult = 5 // of membership messages
+	m.PushPullInterval = c.time.pushPull
+	m.GossipToTheDeadTime = c.time.dead
+	m.TCPTimeout = c.time.stream
+	m.HandoffQueueDepth = inboxMessages
+	m.UDPBufferSize = maxMessage
+	m.EnableCompression = false // costs more than a packet does
+
+	m.GossipVerifyIncoming, m.GossipVerifyOutgoing = true, true
+	if len(o.Keys) > 0 {
+		// check has looked at their lengths, all that could be wrong with them
+		m.Keyring, _ = memberlist.NewKeyring(o.Keys, o.Keys[0])
+	}
+	return m
+}

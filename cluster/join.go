@@ -1,0 +1,293 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+
+	"github.com/kvferry/kvferry/internal/id"
+)
+
+const (
+	askMin, askMax = 20 * time.Millisecond, 500 * time.Millisecond
+	askMembers     = 8  // at a time
+	askRounds      = 40 // about 15 s of them, once we are joined
+	deafAnswers    = 3  // after so many a member is called
+	callSeeds      = 3  // at a time
+)
+
+// joining is how far we are in the cluster. That memberlist joined without an
+// error proves nothing, so members are asked whether they list us. Those that
+// do not, since memberlist's gossip loses some of its own messages too, are
+// called.
+type joining struct {
+	nonce uint64
+	done  chan struct{} // closed when we are joined
+	over  chan struct{} // closed when we call nobody any more
+
+	mu       sync.Mutex
+	seeds    int // that are not ourselves
+	listedBy map[id.Node]bool
+	deaf     map[id.Node]int // how often they have said that they do not
+	last     error           // why the last call failed
+	joined   bool
+	stopped  bool
+}
+
+func (j *joining) init(seeds []string) {
+	j.nonce = rand.Uint64()
+	j.seeds = len(seeds)
+	j.done, j.over = make(chan struct{}), make(chan struct{})
+	j.listedBy, j.deaf = map[id.Node]bool{}, map[id.Node]int{}
+}
+
+func (j *joining) stop() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.stopped {
+		j.stopped = true
+		close(j.over)
+	}
+}
+
+// need is how many members must list us, knowing so many others; j.mu is held.
+func (j *joining) need(others int) int {
+	if j.seeds == 0 {
+		return 0
+	}
+	return min(2, j.seeds, max(1, others))
+}
+
+// check notes that one more node lists us, if any, and says whether we are joined.
+func (j *joining) check(by id.Node, others int) bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if by != "" {
+		j.listedBy[by] = true
+		delete(j.deaf, by)
+	}
+	if !j.joined && len(j.listedBy) >= j.need(others) {
+		j.joined = true
+		close(j.done)
+	}
+	return j.joined
+}
+
+// count notes how many seeds are not ourselves.
+func (j *joining) count(seeds int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.seeds = seeds
+}
+
+// unlisted notes that a member has said that it does not list us.
+func (j *joining) unlisted(by id.Node) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.deaf[by]++
+}
+
+// overdue returns one node that has to be called, if any.
+func (j *joining) overdue() (id.Node, bool) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for node, n := range j.deaf {
+		if n >= deafAnswers {
+			delete(j.deaf, node)
+			return node, true
+		}
+	}
+	return "", false
+}
+
+// silent returns those of the peers who have not yet said that they list us.
+func (j *joining) silent(all []peer) []peer {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var rest []peer
+	for _, p := range all {
+		if !j.listedBy[p.Life.Node] {
+			rest = append(rest, p)
+		}
+	}
+	return rest
+}
+
+// Joined waits until min(2, configured seeds, known others) other members list
+// us; with no seeds, or none but ourselves, it returns at once. The error wraps
+// [ErrFenced] if this life is over; see [Cluster.Newest].
+func (c *Cluster) Joined(ctx context.Context) error {
+	select { // a fence counts for more than having joined, and that for more than ctx
+	case <-c.Fenced():
+		return fmt.Errorf("join: %w", ErrFenced)
+	default:
+	}
+	select {
+	case <-c.joining.done:
+		return nil
+	default:
+	}
+	select {
+	case <-c.joining.done:
+		return nil
+	case <-c.Fenced():
+		return fmt.Errorf("join: %w", ErrFenced)
+	case <-c.done:
+		return fmt.Errorf("join: %w", ErrClosed)
+	case <-ctx.Done():
+		c.joining.mu.Lock()
+		defer c.joining.mu.Unlock()
+		err := fmt.Errorf("join %s: only %d members list us, want %d: %w", strings.Join(c.seeds, ", "),
+			len(c.joining.listedBy), c.joining.need(c.calls.roster.len()), context.Cause(ctx))
+		if c.joining.last != nil {
+			err = fmt.Errorf("%w; last: %w", err, c.joining.last)
+		}
+		return err
+	}
+}
+
+// join calls seeds and lost members until the cluster ends: often until we are
+// joined, then from time to time, since after a long partition neither side
+// calls the other.
+func (c *Cluster) join(ctx context.Context) {
+	call, ask := time.Now(), askMin
+	backoff := 4 * askMin
+	for rounds := 0; ; {
+		joined := c.joining.check("", c.calls.roster.len())
+		if now := time.Now(); !now.Before(call) {
+			c.call(ctx, joined)
+			if joined {
+				call = now.Add(between(c.time.rejoinMin, c.time.rejoinMax))
+			} else {
+				call = now.Add(between(backoff/2, backoff))
+				backoff = min(2*backoff, c.time.joinMax)
+			}
+		}
+		pause := time.Until(call)
+		silent := c.joining.silent(c.calls.roster.alive())
+		if !joined || len(silent) > 0 && rounds < askRounds {
+			if joined {
+				rounds++
+			}
+			c.ask(silent)
+			pause = min(pause, between(ask/2, ask))
+			ask = min(ask*3/2, askMax)
+		}
+		t := time.NewTimer(pause)
+		select {
+		case <-t.C:
+		case <-c.joining.over:
+			t.Stop()
+			return
+		case <-c.done:
+			t.Stop()
+			return
+		}
+	}
+}
+
+func between(low, high time.Duration) time.Duration { return low + rand.N(high-low+1) }
+
+// call has memberlist join some of those that are not members.
+func (c *Cluster) call(ctx context.Context, joined bool) {
+	self := func(a netip.AddrPort) bool { return a == c.advertise || a == c.bound }
+	skip := map[netip.AddrPort]bool{c.advertise: true, c.bound: true}
+	most := callSeeds
+	if joined {
+		most = 1
+		for _, m := range c.Members() {
+			skip[m.Gossip] = true
+		}
+	}
+	var errs []error
+	var call []string
+	seeds := 0
+	for _, i := range rand.Perm(len(c.seeds)) {
+		if _, err := netip.ParseAddrPort(c.seeds[i]); err != nil && len(call) >= most {
+			seeds++ // a name: not worth a look-up
+			continue
+		}
+		addrs, err := resolve(ctx, c.seeds[i])
+		if err != nil {
+			errs = append(errs, err)
+		}
+		if !slices.ContainsFunc(addrs, self) {
+			seeds++
+		}
+		for _, a := range addrs {
+			if !skip[a] && len(call) < most {
+				call = append(call, a.String())
+			}
+		}
+	}
+	c.joining.count(seeds)
+	if lost := c.calls.roster.lost(); len(lost) > 0 {
+		call = append(call, lost[rand.IntN(len(lost))].String())
+	}
+	for _, a := range call {
+		if c.over() {
+			return
+		}
+		if _, err := c.list.Join([]string{a}); err != nil {
+			errs = append(errs, errors.New(strings.Join(strings.Fields(err.Error()), " ")))
+		}
+	}
+	err := errors.Join(errs...)
+	c.joining.mu.Lock()
+	first := c.joining.last == nil
+	c.joining.last = err
+	c.joining.mu.Unlock()
+	if err != nil && first {
+		c.log.Info("call members that are missing; more will be tried", "err", err)
+	}
+}
+
+// ask asks some members whether they list us, and calls one that does not.
+func (c *Cluster) ask(silent []peer) {
+	if node, ok := c.joining.overdue(); ok {
+		if p, ok := c.calls.roster.peer(node); ok {
+			c.list.Join([]string{p.Gossip.String()}) // if it fails there will be more answers
+		}
+	}
+	rand.Shuffle(len(silent), func(i, k int) { silent[i], silent[k] = silent[k], silent[i] })
+	question := encodeCall(kindAsk, c.joining.nonce, c.life, c.advertise)
+	for _, p := range silent[:min(askMembers, len(silent))] {
+		if err := c.list.SendBestEffort(&p.to, question); err != nil {
+			c.log.Debug("ask member", "node", p.Life.Node, "err", err)
+		}
+	}
+}
+
+// answer answers an ask or a bye of somebody that need not be a member.
+func (c *Cluster) answer(m message) {
+	listed, newest := c.calls.roster.lists(m.life)
+	to := memberlist.Address{Addr: m.gossip.String(), Name: listName(m.life)}
+	if err := c.list.SendToAddress(to, encodeAnswer(m.nonce, c.life, listed, newest)); err != nil {
+		c.log.Debug("answer member", "node", m.life.Node, "err", err)
+	}
+}
+
+// answered handles what came back.
+func (c *Cluster) answered(m message) {
+	switch {
+	case m.nonce == c.leaving.nonce:
+		c.leaving.heard(m.life.Node)
+	case m.nonce == c.joining.nonce && m.life.Node != c.life.Node:
+		c.calls.roster.fence(m.newest)
+		if m.listed {
+			c.joining.check(m.life.Node, c.calls.roster.len())
+		} else if _, ok := c.calls.roster.peer(m.life.Node); ok { // so deaf is bounded
+			c.joining.unlisted(m.life.Node)
+		}
+	default:
+		c.counters.badMessages.Add(1)
+	}
+}
