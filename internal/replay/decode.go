@@ -1,0 +1,184 @@
+package replay
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
+)
+
+// doDecode takes the prompt's KV as it is published, checks every byte of it,
+// decodes, and looks at everything again before it removes the request.
+func (j *job) doDecode(ctx context.Context) error {
+	if err := j.ingest(ctx, j.decode); err != nil {
+		return err
+	}
+	reference := ""
+	if j.byReference {
+		select {
+		case reference = <-j.reference:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	if err := j.retrievePart(ctx, reference); err != nil {
+		return err
+	}
+	if err := j.retrieveAll(ctx, reference); err != nil {
+		return err
+	}
+	verified, err := j.check(ctx, j.lengths(j.tokens), j.tokens)
+	if err != nil {
+		return err
+	}
+	j.decode.note(func(r *NodeReport) { r.Bytes += verified })
+	j.run.noteVerified(verified)
+	for i := range j.steps {
+		if err := j.decodeStep(ctx, j.tokens+i); err != nil {
+			return err
+		}
+	}
+	// Decoding must have changed nothing, and nobody may have got our pages.
+	if j.steps > 0 {
+		if _, err := j.check(ctx, j.lengths(j.tokens+j.steps), j.tokens+j.steps); err != nil {
+			return err
+		}
+	}
+	_, err = j.decode.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(j.request)})
+	return err
+}
+
+// retrievePart waits for the first chunk alone and checks what came. The
+// request may be further on by then.
+func (j *job) retrievePart(ctx context.Context, reference string) error {
+	answer, err := j.retrieve(ctx, reference, j.chunk)
+	if err != nil {
+		return fmt.Errorf("first %d of %d tokens: %w", j.chunk, j.tokens, err)
+	}
+	landed := make([]int, len(j.run.labels))
+	for _, l := range answer.GetLengths() {
+		if i := slices.Index(j.run.labels, id.Label(l.GetLabel())); i >= 0 {
+			landed[i] = int(l.GetTokens())
+		}
+	}
+	if least := slices.Min(landed); least < j.chunk {
+		return failf(CodeWrongAnswer, "ready with %d tokens, want at least %d of every label: %v", least, j.chunk, answer.GetLengths())
+	}
+	_, err = j.check(ctx, landed, j.chunk)
+	return err
+}
+
+// lengths says that every stream has so many tokens.
+func (j *job) lengths(tokens int) []int {
+	return slices.Repeat([]int{tokens}, len(j.run.labels))
+}
+
+// retrieveAll waits until the request is ready as a whole: not before the
+// final publish was called.
+func (j *job) retrieveAll(ctx context.Context, reference string) error {
+	answer, err := j.retrieve(ctx, reference, 0)
+	ready := j.run.now()
+	final := j.final.Load()
+	if err != nil {
+		return fmt.Errorf("all %d tokens: %w", j.tokens, err)
+	}
+	if final == 0 {
+		j.run.noteEarly()
+		return failf(CodeEarly, "node %s reports ready with %v, the final publish was not called yet", j.decode.node(), answer.GetLengths())
+	}
+	for _, l := range answer.GetLengths() {
+		if n := int(l.GetTokens()); n < j.tokens {
+			j.run.noteEarly()
+			return failf(CodeEarly, "node %s reports ready with %d of %d tokens of label %s", j.decode.node(), n, j.tokens, l.GetLabel())
+		} else if n > j.tokens {
+			return failf(CodeWrongAnswer, "ready with %d tokens of label %s, the prompt has %d", n, l.GetLabel(), j.tokens)
+		}
+	}
+	j.run.noteReady(time.Duration(ready-final), answer.GetTransport(), int64(answer.GetBytes()))
+	return nil
+}
+
+func (j *job) retrieve(ctx context.Context, reference string, minTokens int) (*kvferrypb.AdmitRetrieveResponse, error) {
+	answer, err := again(ctx, j, func() (*kvferrypb.AdmitRetrieveResponse, error) {
+		// The node gives up a little before we do: it can say what it waits for.
+		deadline, _ := ctx.Deadline() // do has set one
+		wait := max(time.Until(deadline)*19/20, time.Millisecond)
+		return j.decode.session.AdmitRetrieve(ctx, &kvferrypb.AdmitRetrieveRequest{
+			Request: string(j.request), Reference: reference, MinTokens: uint32(minTokens), Wait: durationpb.New(wait),
+		})
+	})
+	if err != nil {
+		return nil, err
+	}
+	if answer.GetReadiness() != kvferrypb.Readiness_READY {
+		return nil, failf(CodeWrongAnswer, "node answers %v to a call that waits until ready", answer.GetReadiness())
+	}
+	if owner := answer.GetOwner(); owner != string(j.prefill.node()) {
+		return nil, failf(CodeWrongAnswer, "request was read from %q, its owner is %s", owner, j.prefill.node())
+	}
+	return answer, nil
+}
+
+// check compares the first tokens of every stream with what they have to be.
+// It learns where they lie from a step that adds nothing; lengths are those of
+// the whole streams.
+func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified int64, err error) {
+	e := j.decode
+	s, err := j.admit(ctx, e, 0)
+	if err != nil {
+		return 0, err
+	}
+	streams := make([][]page.Index, len(j.run.labels))
+	for i := range j.run.labels {
+		if streams[i], err = j.streamPages(e, s.plans[i], lengths[i]); err != nil {
+			return 0, err
+		}
+	}
+	if _, err := e.session.Abort(ctx, &kvferrypb.AbortRequest{Step: s.token}); err != nil {
+		return 0, err
+	}
+	var first *mistake
+	for i, l := range j.run.labels {
+		for _, r := range e.ranks {
+			looked, wrong, m := r.arena.check(j.request, l, r.id, streams[i], 0, tokens)
+			verified += looked - wrong
+			if wrong > 0 {
+				j.run.noteWrong(wrong)
+			}
+			if first == nil {
+				first = m
+			}
+		}
+	}
+	if first != nil {
+		return verified, &failure{CodeWrongBytes, first}
+	}
+	return verified, nil
+}
+
+// decodeStep generates one token of every stream.
+func (j *job) decodeStep(ctx context.Context, token int) error {
+	e := j.decode
+	s, err := j.admit(ctx, e, 1)
+	if err != nil {
+		return err
+	}
+	if _, err := j.write(e, s, token, 1); err != nil {
+		return err
+	}
+	answer, err := e.session.Commit(ctx, &kvferrypb.CommitRequest{Step: s.token})
+	if err != nil {
+		return err
+	}
+	if len(answer.GetMissing()) > 0 {
+		return failf(CodeWrongAnswer, "commit of token %d: request is missing", token)
+	}
+	j.run.noteDecoded(int64(len(j.run.labels)))
+	return nil
+}

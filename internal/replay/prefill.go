@@ -1,0 +1,83 @@
+package replay
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+)
+
+// doPrefill computes the prompt in chunks and publishes after each one. It
+// removes the request as soon as the final publication is out: that one lives
+// on until its reader has it.
+func (j *job) doPrefill(ctx context.Context) error {
+	e := j.prefill
+	if err := j.ingest(ctx, e); err != nil {
+		return err
+	}
+	for from := 0; from < j.tokens; {
+		span := min(j.chunk, j.tokens-from)
+		if err := j.prefillChunk(ctx, from, span); err != nil {
+			return err
+		}
+		from += span
+	}
+	_, err := e.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(j.request)})
+	return err
+}
+
+func (j *job) prefillChunk(ctx context.Context, from, span int) error {
+	e := j.prefill
+	s, err := j.admit(ctx, e, span)
+	if err != nil {
+		return err
+	}
+	n, err := j.write(e, s, from, span)
+	if err != nil {
+		return err
+	}
+	e.note(func(r *NodeReport) { r.Bytes += n })
+	final := from+span == j.tokens
+	if final {
+		if err := pause(ctx, j.run.o.Pause); err != nil {
+			return err
+		}
+		j.final.Store(j.run.now())
+	}
+	answer, err := e.session.Commit(ctx, &kvferrypb.CommitRequest{Step: s.token, Publish: []*kvferrypb.PublishRequest{
+		{Request: string(j.request), Target: string(j.decode.node()), Final: final},
+	}})
+	if err != nil {
+		return err
+	}
+	if len(answer.GetMissing()) > 0 || len(answer.GetPublished()) != 1 {
+		return failf(CodeWrongAnswer, "commit of tokens %d to %d: %d requests missing, %d publishes", from, from+span, len(answer.GetMissing()), len(answer.GetPublished()))
+	}
+	published := answer.GetPublished()[0]
+	if f := published.GetFailure(); f != nil {
+		return failf(f.GetCode().String(), "publish %d tokens: %s", from+span, f.GetMessage())
+	}
+	for _, l := range published.GetResponse().GetLengths() {
+		if int(l.GetTokens()) != from+span {
+			return failf(CodeWrongAnswer, "published %d tokens of label %s, want %d", l.GetTokens(), l.GetLabel(), from+span)
+		}
+	}
+	if from == 0 {
+		j.reference <- published.GetResponse().GetReference()
+	}
+	return nil
+}
+
+func pause(ctx context.Context, d time.Duration) error {
+	if d <= 0 {
+		return nil
+	}
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
