@@ -1,0 +1,132 @@
+// Package bench measures what kvferry reaches on this machine, beside what the
+// machine reaches without it:
+//
+//   - pull.go: a transport's throughput between two processes, chunks scattered
+//     over both arenas, every byte checked, against iperf3 (iperf.go) with as
+//     many connections;
+//   - ready.go: from publish to ready for one page on a warm pair of nodes;
+//   - plan.go: the cost of planning copies.
+//
+// Machines are noisy, so what is compared runs in interleaved rounds: a ratio
+// is that of a run and the limit of the same round, and what is reported is the
+// median of all rounds with its range. Rounds are never chosen.
+package bench
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"slices"
+	"time"
+)
+
+// Options set up a Run. A zero field means its default.
+type Options struct {
+	// Owner is the argv of a process that calls [ServeOwner] with its standard
+	// input and output, such as this program with a hidden subcommand. Empty:
+	// no pull is measured.
+	Owner []string
+	// Prefill and Decode are engine sockets of two running nodes of one
+	// cluster. Empty: publish to ready is not measured.
+	Prefill, Decode string
+	// ChunkBytes are the sizes of the chunks pulled; default 64 KiB.
+	ChunkBytes []int64
+	// Concurrency is how many reads run at once on the link, and how many
+	// connections iperf3 has; default 1, at most [MaxConcurrency].
+	Concurrency int
+	// Rounds are interleaved: every one runs everything once; default 9.
+	Rounds int
+	// ArenaBytes of either side; default 512 MiB.
+	ArenaBytes int64
+	// Duration of one pull of one round, at least; default 1 s.
+	Duration time.Duration
+	// Samples of publish to ready, after Warmup ones that do not count;
+	// default 400 and 50.
+	Samples, Warmup int
+	// Progress gets a line a step; nil: nothing.
+	Progress io.Writer
+	// Logger; nil: silent.
+	Logger *slog.Logger
+}
+
+// Bounds of the options.
+const (
+	MaxConcurrency = 64
+	MinChunkBytes  = 8
+	MaxChunkBytes  = 64 << 20
+	MaxArenaBytes  = 64 << 30
+	MaxRounds      = 1000
+)
+
+func (o Options) withDefaults() (Options, error) {
+	if len(o.ChunkBytes) == 0 {
+		o.ChunkBytes = []int64{64 << 10}
+	}
+	o.Concurrency = cmp.Or(o.Concurrency, 1)
+	o.Rounds = cmp.Or(o.Rounds, 9)
+	o.ArenaBytes = cmp.Or(o.ArenaBytes, 512<<20)
+	o.Duration = cmp.Or(o.Duration, time.Second)
+	o.Samples = cmp.Or(o.Samples, 400)
+	o.Warmup = cmp.Or(o.Warmup, 50)
+	if o.Progress == nil {
+		o.Progress = io.Discard
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	switch {
+	case (o.Prefill == "") != (o.Decode == ""):
+		return o, errors.New("one of the two nodes is named, want both or none")
+	case o.Prefill != "" && o.Prefill == o.Decode:
+		return o, fmt.Errorf("node at %s is named twice, nothing is pulled from oneself", o.Prefill)
+	case o.Concurrency < 1 || o.Concurrency > MaxConcurrency:
+		return o, fmt.Errorf("concurrency %d is not in 1..%d", o.Concurrency, MaxConcurrency)
+	case o.Rounds < 1 || o.Rounds > MaxRounds:
+		return o, fmt.Errorf("%d rounds are not in 1..%d", o.Rounds, MaxRounds)
+	case o.Duration < 0 || o.Samples < 0 || o.Warmup < 0:
+		return o, fmt.Errorf("duration %v, %d samples or %d to warm up are negative", o.Duration, o.Samples, o.Warmup)
+	}
+	for _, n := range o.ChunkBytes {
+		if n < MinChunkBytes || n > MaxChunkBytes || n%8 != 0 {
+			return o, fmt.Errorf("chunk of %d bytes is not in %d..%d or no multiple of 8", n, MinChunkBytes, MaxChunkBytes)
+		}
+	}
+	if least := 2 * slices.Max(o.ChunkBytes) * int64(o.Concurrency); o.ArenaBytes < least || o.ArenaBytes > MaxArenaBytes {
+		return o, fmt.Errorf("arena of %d bytes is not in %d..%d", o.ArenaBytes, least, int64(MaxArenaBytes))
+	}
+	return o, nil
+}
+
+// Run measures and returns what it found. A part that could not be measured
+// (no iperf3, no cluster) is in Report.Missing with the reason; an error means
+// that a part that ran went wrong, a wrong byte included.
+func Run(ctx context.Context, o Options) (*Report, error) {
+	o, err := o.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	r := &Report{Machine: thisMachine(), Rows: []Row{}, Figures: []Figure{}, Missing: []string{}}
+	r.Rounds, r.ArenaBytes, r.PullSeconds = o.Rounds, o.ArenaBytes, o.Duration.Seconds()
+	for _, part := range []func(context.Context, Options, *Report) error{benchPlan, benchReady, benchPull} {
+		if err := part(ctx, o, r); err != nil {
+			return nil, fmt.Errorf("bench: %w", err)
+		}
+	}
+	return r, nil
+}
+
+// spread is a median and its range.
+type spread struct{ median, min, max float64 }
+
+// spreadOf takes at least one value.
+func spreadOf(values []float64) spread {
+	s := slices.Sorted(slices.Values(values))
+	middle := s[len(s)/2]
+	if len(s)%2 == 0 {
+		middle = (middle + s[len(s)/2-1]) / 2
+	}
+	return spread{middle, s[0], s[len(s)-1]}
+}
