@@ -1,0 +1,306 @@
+package transfertest
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// inMemory is the factory of the in-memory transport.
+func inMemory() Factory {
+	var network Network
+	return Factory{Name: MemoryName, Start: func(local transfer.Local, _ transfer.Limits) (transfer.Transport, error) {
+		return network.Listen(local), nil
+	}}
+}
+
+func TestMemory(t *testing.T) { Run(t, inMemory()) }
+
+// The wrapper is a transport itself, and keeps what every transport must while
+// it only delays and reorders.
+func TestFaulty(t *testing.T) {
+	Run(t, inMemory().faulty(testLimits(), always(Fault{Delay: 50 * time.Microsecond, Reorder: true})))
+}
+
+func TestRunRecordsWhatWasTested(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "tested")
+	t.Setenv(TestedFile, path)
+	record(t, "one")
+	record(t, "two")
+	got, err := os.ReadFile(path)
+	if err != nil || string(got) != "one\ntwo\n" {
+		t.Errorf("file says %q, %v", got, err)
+	}
+}
+
+// In a bubble the clock stands still while a lost read waits.
+func TestFaultyInABubble(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		limits := transfer.Limits{Stall: 2 * time.Second}
+		p := newPair(t, inMemory().faulty(limits, always(Fault{Lose: true})), 1, 4*kib)
+		started := time.Now()
+		err := p.link.Read(t.Context(), p.seals, one(0, 0, 10))
+		if took := time.Since(started); !errors.Is(err, transfer.ErrStalled) || took != limits.Stall {
+			t.Errorf("a lost read: %v after %v, want ErrStalled after %v", err, took, limits.Stall)
+		}
+	})
+}
+
+// Whoever gives the destination away when the context ends, and not when Read
+// has returned, finds foreign bytes in it.
+func TestLateLandingFindsWhoFreesEarly(t *testing.T) {
+	p := newPair(t, inMemory().faulty(testLimits(), always(Fault{Late: time.Millisecond})), 1, 4*kib)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- p.link.Read(ctx, p.seals, one(0, 0, 4*kib)) }()
+	cancel()
+	clear(p.reader.arena(0)) // freed and zeroed for the next one
+	wait(t, "Read", done)
+	if !slices.Equal(p.reader.arena(0), p.owner.arena(0)) {
+		t.Error("the late bytes did not land in the memory that was given away early")
+	}
+}
+
+// mutant is a transport that breaks one promise.
+type mutant struct {
+	transfer.Transport
+	local transfer.Local
+	peer  func(transfer.Peer) transfer.Peer // what Open gets
+	read  func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error
+	stray sync.WaitGroup
+}
+
+type mutantLink struct {
+	transfer.Link
+	m *mutant
+}
+
+func (m *mutant) Open(ctx context.Context, peer transfer.Peer) (transfer.Link, error) {
+	if m.peer != nil {
+		peer = m.peer(peer)
+	}
+	l, err := m.Transport.Open(ctx, peer)
+	if err != nil {
+		return nil, err
+	}
+	return mutantLink{l, m}, nil
+}
+
+func (l mutantLink) Read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+	if l.m.read == nil {
+		return l.Link.Read(ctx, seals, copies)
+	}
+	return l.m.read(l.m, l.Link, ctx, seals, copies)
+}
+
+func (m *mutant) Close() error {
+	err := m.Transport.Close()
+	m.stray.Wait()
+	return err
+}
+
+// TestTheSuiteFindsMutants breaks the in-memory transport in one way after the
+// other; the named case must fail.
+func TestTheSuiteFindsMutants(t *testing.T) {
+	type readFunc = func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error
+	for name, tt := range map[string]struct {
+		finds string // the case
+		read  readFunc
+		peer  func(known *known) func(transfer.Peer) transfer.Peer
+	}{
+		"seals do not matter": {finds: "seals that are not held", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			return unlessStale(inner.Read(ctx, seals, copies))
+		}},
+		"only the first seal matters": {finds: "seals that are not held", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			return inner.Read(ctx, seals[:min(1, len(seals))], copies)
+		}},
+		"seals are checked before only": {finds: "seal changed while the read runs", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			if err := inner.Read(ctx, seals, nil); err != nil {
+				return err
+			}
+			return unlessStale(inner.Read(ctx, seals, copies))
+		}},
+		"seals are checked before only, and pages reused": {finds: "pages reused while reads run", read: func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			if err := inner.Read(ctx, seals, nil); err != nil {
+				return err
+			}
+			time.Sleep(time.Millisecond) // a slow wire
+			return unlessStale(inner.Read(ctx, seals, copies))
+		}},
+		"returns when the context ends": {finds: "cancelled at random times", read: func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			done := make(chan error, 1)
+			m.stray.Go(func() {
+				time.Sleep(time.Duration(runtime.NumGoroutine()) * 100 * time.Microsecond)
+				done <- inner.Read(context.WithoutCancel(ctx), seals, copies)
+			})
+			select {
+			case err := <-done:
+				return err
+			case <-ctx.Done():
+				return &transfer.Error{Transport: MemoryName, Total: bytes(copies), Err: ctx.Err()}
+			}
+		}},
+		"writes one byte too many": {finds: "one byte", read: func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			err := inner.Read(ctx, seals, copies)
+			for _, c := range copies {
+				if a := m.local.Arenas[c.Rank].Bytes(); c.Local+c.Bytes < int64(len(a)) {
+					a[c.Local+c.Bytes]++
+				}
+			}
+			return err
+		}},
+		"forgets the last copy": {finds: "scattered copies of odd sizes", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			return inner.Read(ctx, seals, copies[:len(copies)-1])
+		}},
+		"mixes up ranks": {finds: "many ranks", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			copies = slices.Clone(copies)
+			copies[0].Rank = (copies[0].Rank + 1) % 8
+			return inner.Read(ctx, seals, copies)
+		}},
+		"clips what is out of range": {finds: "out of range", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			if err := inner.Read(ctx, seals, copies); !errors.Is(err, transfer.ErrRange) {
+				return err
+			}
+			return nil
+		}},
+		"writes before it checks the range": {finds: "out of range", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			for i := range copies {
+				if err := inner.Read(ctx, seals, copies[i:i+1]); err != nil {
+					return err
+				}
+			}
+			return inner.Read(ctx, seals, nil)
+		}},
+		"needs no seal": {finds: "no seals", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			if len(seals) == 0 {
+				return nil
+			}
+			return inner.Read(ctx, seals, copies)
+		}},
+		"errors have no form": {finds: "context that has ended", read: func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			return errors.Unwrap(inner.Read(ctx, seals, copies))
+		}},
+		"any life will do": {finds: "another life", peer: func(k *known) func(transfer.Peer) transfer.Peer {
+			return func(p transfer.Peer) transfer.Peer {
+				p.Life = k.at(p.Descriptor)
+				return p
+			}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, k := inMemory(), &known{lives: map[string]id.Life{}}
+			start := f.Start
+			f.Start = func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+				inner, err := start(local, limits)
+				m := &mutant{Transport: inner, local: local, read: tt.read}
+				k.add(inner.Descriptor(), local.Life)
+				if tt.peer != nil {
+					m.peer = tt.peer(k)
+				}
+				return m, err
+			}
+			if !fails(t, tt.finds, f) {
+				t.Errorf("%q passes", tt.finds)
+			}
+			if fails(t, tt.finds, inMemory()) {
+				t.Errorf("%q fails without the mutation", tt.finds)
+			}
+		})
+	}
+}
+
+// unlessStale takes a stale end for a good one.
+func unlessStale(err error) error {
+	if errors.Is(err, transfer.ErrStale) {
+		return nil
+	}
+	return err
+}
+
+// known remembers which life listens where.
+type known struct {
+	mu    sync.Mutex
+	lives map[string]id.Life
+}
+
+func (k *known) add(descriptor []byte, l id.Life) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.lives[string(descriptor)] = l
+}
+
+func (k *known) at(descriptor []byte) id.Life {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.lives[string(descriptor)]
+}
+
+// fails runs one case and reports whether it failed.
+func fails(t *testing.T, name string, f Factory) bool {
+	t.Helper()
+	all := append(conformance(), faults()...)
+	i := slices.IndexFunc(all, func(c testCase) bool { return c.name == name })
+	if i < 0 {
+		t.Fatalf("no case %q", name)
+	}
+	r := &recorder{TB: t}
+	done := make(chan struct{})
+	go func() { // Fatal ends the goroutine
+		defer close(done)
+		defer r.cleanUp()
+		all[i].run(r, f)
+	}()
+	<-done
+	return r.Failed()
+}
+
+// recorder is a testing.TB that keeps failures to itself.
+type recorder struct {
+	testing.TB
+
+	mu       sync.Mutex
+	failed   bool
+	cleanups []func()
+}
+
+func (r *recorder) Fail() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.failed = true
+}
+
+func (r *recorder) Failed() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.failed
+}
+
+func (r *recorder) FailNow()                     { r.Fail(); runtime.Goexit() }
+func (r *recorder) Error(args ...any)            { r.Fail() }
+func (r *recorder) Errorf(f string, args ...any) { r.Fail() }
+func (r *recorder) Fatal(args ...any)            { r.FailNow() }
+func (r *recorder) Fatalf(f string, args ...any) { r.FailNow() }
+func (r *recorder) Log(args ...any)              {}
+func (r *recorder) Logf(f string, args ...any)   {}
+func (r *recorder) Helper()                      {}
+func (r *recorder) Cleanup(f func())             { r.cleanups = append(r.cleanups, f) }
+
+func (r *recorder) cleanUp() {
+	for _, f := range slices.Backward(r.cleanups) {
+		f()
+	}
+}
