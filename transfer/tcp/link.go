@@ -1,0 +1,399 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kvferry/kvferry/internal/memory"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+var (
+	errStall = fmt.Errorf("no byte landed for the stall time: %w", transfer.ErrStalled)
+	errTotal = fmt.Errorf("the read took longer than its total time: %w", transfer.ErrStalled)
+	errDial  = fmt.Errorf("no answer within the dial time: %w", transfer.ErrStalled)
+)
+
+// link holds a small pool of connections to one life of one peer. A read has a
+// connection for itself, so that ending it (which is how a read is cancelled)
+// disturbs no other.
+type link struct {
+	t         *Transport
+	peer      transfer.Peer
+	addresses []netip.AddrPort
+	slots     chan struct{} // one a connection in use, Options.LinkConns
+
+	mu     sync.Mutex
+	closed bool
+	idle   []*dialled
+	reads  map[*reading]struct{}
+	work   sync.WaitGroup // reads
+}
+
+// reading is one Read that runs; cancel ends it.
+type reading struct{ cancel context.CancelCauseFunc }
+
+// dialled is a connection whose owner has proved its life.
+type dialled struct {
+	*wire
+	address string
+	bounds  bounds
+	next    uint64 // id of the next request
+	scratch scratch
+}
+
+// Read is [transfer.Link.Read].
+func (l *link) Read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+	started := time.Now()
+	r := outcome{}
+	r.total, r.err = l.check(seals, copies)
+	if r.err == nil {
+		l.read(ctx, seals, copies, &r)
+	}
+	l.t.count(&r)
+	if r.err == nil {
+		return nil
+	}
+	return &transfer.Error{
+		Transport: Name, Peer: l.peer.Life, Address: r.address,
+		Done: r.landed, Total: r.total, Took: time.Since(started), Err: r.err,
+	}
+}
+
+// outcome is what is said of one read.
+type outcome struct {
+	address string
+	landed  int64
+	total   int64
+	err     error
+}
+
+// check refuses what lies outside before anything is sent.
+func (l *link) check(seals []transfer.Seal, copies []transfer.Copy) (total int64, err error) {
+	for i, c := range copies {
+		remote, known := l.peer.ArenaBytes[c.Rank]
+		if !known || !inside(c.Remote, c.Bytes, remote) {
+			return 0, fmt.Errorf("copy %d: %d bytes at %d of rank %d of the peer, which has %d: %w", i, c.Bytes, c.Remote, c.Rank, remote, transfer.ErrRange)
+		}
+		local := l.t.local.Arenas[c.Rank]
+		if local == nil {
+			return 0, fmt.Errorf("copy %d: no rank %d here: %w", i, c.Rank, transfer.ErrRange)
+		}
+		if !inside(c.Local, c.Bytes, local.Size()) {
+			return 0, fmt.Errorf("copy %d: %d bytes at %d of rank %d here, which has %d: %w", i, c.Bytes, c.Local, c.Rank, local.Size(), transfer.ErrRange)
+		}
+		total += c.Bytes
+		if total < 0 {
+			return 0, fmt.Errorf("copies are more than 2^63 bytes: %w", transfer.ErrRange)
+		}
+	}
+	if len(seals) == 0 || len(seals) > maxSeals {
+		return total, fmt.Errorf("read under %d seals, want 1 to %d", len(seals), maxSeals)
+	}
+	for _, s := range seals {
+		if s.Index >= memory.Words {
+			return total, fmt.Errorf("seal word %d of %d: %w", s.Index, memory.Words, transfer.ErrRange)
+		}
+		if s.Value == 0 {
+			return total, fmt.Errorf("seal word %d with the value 0, which is never held: %w", s.Index, transfer.ErrStale)
+		}
+	}
+	return total, nil
+}
+
+// read waits for a connection and reads over it.
+func (l *link) read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy, r *outcome) {
+	ctx, end, err := l.begin(ctx)
+	if err != nil {
+		r.err = err
+		return
+	}
+	defer end()
+	select {
+	case l.slots <- struct{}{}:
+	case <-ctx.Done():
+		r.err = fmt.Errorf("wait for a connection: %w", reason(ctx))
+		return
+	}
+	defer func() { <-l.slots }()
+
+	c := l.pop()
+	if c != nil {
+		x := l.over(ctx, c, seals, copies, r)
+		if r.err == nil || x.answered || !broken(r.err) {
+			return
+		}
+		// The owner had ended the idle connection; nothing has landed.
+	}
+	if c, r.err = l.dial(ctx); r.err != nil {
+		return
+	}
+	l.over(ctx, c, seals, copies, r)
+}
+
+// over runs the exchange on c under the limits, and puts c back if it is good
+// for another.
+func (l *link) over(ctx context.Context, c *dialled, seals []transfer.Seal, copies []transfer.Copy, r *outcome) *exchange {
+	limits := l.t.limits
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	// Whatever ends the read closes the connection, and with it the receiving
+	// call: one way out for stall, total time, Close and the caller.
+	stall := time.AfterFunc(limits.Stall, func() { cancel(errStall) })
+	defer stall.Stop()
+	whole := time.AfterFunc(limits.Total(r.total), func() { cancel(errTotal) })
+	defer whole.Stop()
+	stopAbort := context.AfterFunc(ctx, c.abort)
+	c.in.moved = func() { stall.Reset(limits.Stall) }
+
+	x := exchange{owner: l.peer.Life.Incarnation, bounds: c.bounds, seals: seals, copies: copies, first: c.next}
+	good, err := false, error(nil)
+	if len(seals) > c.bounds.seals {
+		good, err = true, fmt.Errorf("read under %d seals, the peer takes %d", len(seals), c.bounds.seals)
+	} else {
+		good, err = x.run(ctx, c.wire, &c.scratch, l.t.local.Arenas)
+	}
+	c.next += x.requests
+	if !stopAbort() {
+		good = false
+		if err != nil {
+			err = reason(ctx)
+		}
+	}
+	r.address, r.landed, r.err = c.address, x.landed, err
+	if good && l.push(c) {
+		return &x
+	}
+	l.t.hangUp(c)
+	if broken(err) || errors.Is(err, transfer.ErrStalled) {
+		l.drop() // what killed this one may have killed the idle ones: the next read dials
+	}
+	return &x
+}
+
+// reason is why ctx ended, in words of this package where it was us.
+func reason(ctx context.Context) error {
+	err, cause := ctx.Err(), context.Cause(ctx)
+	switch {
+	case errors.Is(cause, err), errors.Is(cause, transfer.ErrStalled), errors.Is(cause, transfer.ErrClosed):
+		return cause
+	default:
+		return fmt.Errorf("%w: %w", err, cause)
+	}
+}
+
+// broken reports whether err is the end of a connection and nothing worse.
+func broken(err error) bool {
+	var errno syscall.Errno
+	return errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &errno)
+}
+
+// begin registers a read, so that Close can end it and wait for it.
+func (l *link) begin(ctx context.Context) (_ context.Context, end func(), err error) {
+	if ctx.Err() != nil {
+		return nil, nil, reason(ctx)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	r := &reading{cancel: cancel}
+	l.mu.Lock()
+	if l.closed {
+		l.mu.Unlock()
+		cancel(nil)
+		return nil, nil, fmt.Errorf("link: %w", transfer.ErrClosed)
+	}
+	l.reads[r] = struct{}{}
+	l.work.Add(1)
+	l.mu.Unlock()
+	return ctx, func() {
+		cancel(nil)
+		l.mu.Lock()
+		delete(l.reads, r)
+		l.mu.Unlock()
+		l.work.Done()
+	}, nil
+}
+
+// pop takes the idle connection that was used last, nil if there is none.
+func (l *link) pop() *dialled {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.idle) == 0 {
+		return nil
+	}
+	c := l.idle[len(l.idle)-1]
+	l.idle = l.idle[:len(l.idle)-1]
+	return c
+}
+
+// push keeps c for the next read, and reports false if the link is closed.
+func (l *link) push(c *dialled) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return false
+	}
+	l.idle = append(l.idle, c)
+	return true
+}
+
+// drop closes what is idle.
+func (l *link) drop() {
+	l.mu.Lock()
+	idle := l.idle
+	l.idle = nil
+	l.mu.Unlock()
+	for _, c := range idle {
+		l.t.hangUp(c)
+	}
+}
+
+// Close is [transfer.Link.Close].
+func (l *link) Close() error {
+	l.mu.Lock()
+	l.closed = true
+	for r := range l.reads {
+		r.cancel(fmt.Errorf("link: %w", transfer.ErrClosed))
+	}
+	l.mu.Unlock()
+	l.work.Wait()
+	l.drop()
+	l.t.forget(l)
+	return nil
+}
+
+// dial connects and lets the owner prove its life.
+func (l *link) dial(ctx context.Context) (*dialled, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, l.t.limits.Dial, errDial)
+	defer cancel()
+	conn, err := connect(ctx, l.addresses)
+	if err != nil {
+		if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) {
+			<-ctx.Done() // its deadline, which the dialer keeps by a clock of its own
+		}
+		if ctx.Err() != nil {
+			err = reason(ctx)
+		}
+		return nil, fmt.Errorf("dial %v: %w", l.addresses, err)
+	}
+	w, err := newWire(conn)
+	if err != nil {
+		_ = conn.Close() // the first error tells
+		return nil, fmt.Errorf("set up the connection to %v: %w", conn.RemoteAddr(), err)
+	}
+	l.t.stats.dialled.Add(1)
+	c := &dialled{wire: w, address: conn.RemoteAddr().String(), next: 1}
+	stopAbort := context.AfterFunc(ctx, w.abort)
+	err = l.shake(c)
+	if !stopAbort() {
+		err = reason(ctx)
+	}
+	if err != nil {
+		l.t.hangUp(c)
+		return nil, fmt.Errorf("shake hands with %s: %w", c.address, err)
+	}
+	return c, nil
+}
+
+// connect dials the first address for which this machine has a route: one that
+// has none fails at once and sends nothing.
+func connect(ctx context.Context, addresses []netip.AddrPort) (*net.TCPConn, error) {
+	var dialer net.Dialer
+	var unroutable error
+	for _, a := range addresses {
+		conn, err := dialer.DialTCP(ctx, "tcp", netip.AddrPort{}, a)
+		if err == nil {
+			return conn, nil
+		}
+		if !errors.Is(err, syscall.ENETUNREACH) && !errors.Is(err, syscall.EADDRNOTAVAIL) && !errors.Is(err, syscall.EAFNOSUPPORT) {
+			return nil, err
+		}
+		unroutable = err
+	}
+	return nil, fmt.Errorf("no route from here: %w: %w", transfer.ErrUnavailable, unroutable)
+}
+
+// shake says hello, and checks that who answers is the life that was asked for.
+func (l *link) shake(c *dialled) error {
+	want := l.peer.Life
+	c.out.v.reset()
+	c.out.v.add(appendHello(nil, hello{owner: want, reader: l.t.local.Life}))
+	if err := c.out.all(); err != nil {
+		return err
+	}
+	c.in.moved = nil
+	c.in.v.reset()
+	c.in.v.add(c.scratch.head[:])
+	if err := c.in.all(); err != nil {
+		return err
+	}
+	head, err := parseHeader(c.scratch.head[:])
+	if err != nil {
+		return err
+	}
+	if head.owner != want.Incarnation {
+		return fmt.Errorf("incarnation %d answers, want %s: %w", head.owner, want, transfer.ErrIdentity)
+	}
+	if head.kind == kindVerdict && verdict(head.aux) == verdictIdentity {
+		return fmt.Errorf("a node of another name answers, want %s: %w", want, transfer.ErrIdentity)
+	}
+	if head.kind != kindWelcome || head.length > maxWelcomeBody {
+		return fmt.Errorf("%v of %d bytes, want a welcome: %w", head.kind, head.length, errGarbage)
+	}
+	body := make([]byte, head.length)
+	c.in.v.reset()
+	c.in.v.add(body)
+	if err := c.in.all(); err != nil {
+		return err
+	}
+	wel, err := parseWelcome(head, body)
+	if err != nil {
+		return err
+	}
+	if wel.owner != want {
+		return fmt.Errorf("%s answers, want %s: %w", wel.owner, want, transfer.ErrIdentity)
+	}
+	c.bounds = bounds{
+		bytes:    min(frameBytes, int64(wel.bytes)),
+		copies:   int(min(frameCopies, wel.copies)),
+		seals:    int(min(maxSeals, wel.seals)),
+		inFlight: int(min(uint32(l.t.inFlight), wel.inFlight)),
+	}
+	return nil
+}
+
+func newLink(t *Transport, peer transfer.Peer, addresses []netip.AddrPort) *link {
+	peer.ArenaBytes = maps.Clone(peer.ArenaBytes)
+	return &link{
+		t: t, peer: peer, addresses: addresses,
+		slots: make(chan struct{}, t.linkConns), reads: map[*reading]struct{}{},
+	}
+}
+
+// warm makes the first connection, and keeps it for the first read.
+func (l *link) warm(ctx context.Context) error {
+	ctx, end, err := l.begin(ctx)
+	if err != nil {
+		return err
+	}
+	defer end()
+	c, err := l.dial(ctx)
+	if err != nil {
+		return err
+	}
+	if !l.push(c) {
+		l.t.hangUp(c)
+		return fmt.Errorf("link: %w", transfer.ErrClosed)
+	}
+	return nil
+}
+
+var _ transfer.Link = (*link)(nil)

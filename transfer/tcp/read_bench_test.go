@@ -1,0 +1,38 @@
+package tcp
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+// BenchmarkRead has both ends in one process, so that it compares versions of
+// this package and says nothing about a machine.
+func BenchmarkRead(b *testing.B) {
+	const size = 64 << 20
+	owner, reader := newNode(b, id.Life{Node: "owner", Incarnation: 1}, size), newNode(b, id.Life{Node: "reader", Incarnation: 2}, size)
+	owner.listen(b, Options{})
+	reader.listen(b, Options{})
+	link := open(b, reader, owner.peer())
+	seals := []transfer.Seal{owner.hold(1, 1)}
+	for _, tt := range []struct{ chunk, chunks int64 }{{16 << 10, 1}, {4 << 10, 4096}, {16 << 10, 1024}, {64 << 10, 512}, {256 << 10, 128}} {
+		b.Run(fmt.Sprintf("%dKiBx%d", tt.chunk>>10, tt.chunks), func(b *testing.B) {
+			remote, local := rand.Perm(int(size/tt.chunk)), rand.Perm(int(size/tt.chunk))
+			copies := make([]transfer.Copy, tt.chunks)
+			for i := range copies {
+				copies[i] = transfer.Copy{Remote: int64(remote[i]) * tt.chunk, Local: int64(local[i]) * tt.chunk, Bytes: tt.chunk}
+			}
+			b.SetBytes(tt.chunk * tt.chunks)
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := link.Read(context.Background(), seals, copies); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,341 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvferry/kvferry/transfer"
+)
+
+// smallAnswer is up to where an answer is copied together with its verdict and
+// sent by one call; many tiny copies would cost more as vectors than as bytes.
+const smallAnswer = 32 << 10
+
+// acceptPause is how long accepting waits after an error such as too many open
+// files.
+const acceptPause = 100 * time.Millisecond
+
+// server gives this node's memory to readers: one goroutine accepts, one a
+// connection serves one request after the other.
+type server struct {
+	t        *Transport
+	listener *net.TCPListener
+	offer    welcome
+	idle     time.Duration
+	max      int           // connections
+	closing  chan struct{} // closed by close
+
+	mu     sync.Mutex
+	closed bool
+	conns  map[*served]struct{}
+	work   sync.WaitGroup // accept and every served
+}
+
+// served is one accepted connection.
+type served struct {
+	*wire
+	from    string
+	waiting atomic.Int64 // since when it waits for a request, unix ns; 0 while it works
+	limit   time.Time    // end of the answer that is being sent
+	head    [headerBytes]byte
+	body    []byte
+	out     []byte // headers of an answer, or the whole of a small one
+	request request
+}
+
+func (s *server) accept() {
+	defer s.work.Done()
+	for {
+		conn, err := s.listener.AcceptTCP()
+		if err == nil {
+			s.admit(conn)
+			continue
+		}
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		s.t.log.Warn("accept", "err", err)
+		select {
+		case <-s.closing:
+			return
+		case <-time.After(acceptPause):
+		}
+	}
+}
+
+// admit starts serving conn. Where there are too many, the one that has waited
+// longest for a request makes room (its reader connects again when it needs
+// to); if all are at work the new one is refused.
+func (s *server) admit(conn *net.TCPConn) {
+	w, err := newWire(conn)
+	if err != nil {
+		_ = conn.Close() // it is gone already
+		return
+	}
+	c := &served{wire: w, from: conn.RemoteAddr().String()}
+	c.waiting.Store(time.Now().UnixNano())
+	c.out = make([]byte, 0, 2*headerBytes)
+	c.wire.out.moved = func() { c.extend(s.t.limits.Stall) }
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed && len(s.conns) >= s.max {
+		if oldest := s.longestWaiting(); oldest != nil {
+			delete(s.conns, oldest)
+			oldest.abort()
+			s.t.stats.evicted.Add(1)
+		}
+	}
+	if s.closed || len(s.conns) >= s.max {
+		s.t.stats.refused.Add(1)
+		w.abort()
+		return
+	}
+	s.conns[c] = struct{}{}
+	s.work.Add(1)
+	go s.serve(c)
+}
+
+// longestWaiting is nil if every connection is at work.
+func (s *server) longestWaiting() (oldest *served) {
+	var since int64
+	for c := range s.conns {
+		if w := c.waiting.Load(); w != 0 && (oldest == nil || w < since) {
+			oldest, since = c, w
+		}
+	}
+	return oldest
+}
+
+// serve is the life of one connection.
+func (s *server) serve(c *served) {
+	defer s.work.Done()
+	defer func() {
+		c.abort()
+		s.mu.Lock()
+		delete(s.conns, c)
+		s.mu.Unlock()
+	}()
+	err := s.welcome(c)
+	for err == nil {
+		err = s.answer(c)
+	}
+	switch {
+	case errors.Is(err, errGarbage):
+		s.t.stats.garbage.Add(1)
+		s.t.log.Warn("end a connection that sent garbage", "peer", c.from, "err", err)
+	case errors.Is(err, transfer.ErrIdentity):
+		s.t.stats.strangers.Add(1)
+		s.t.log.Info("end a connection meant for another life", "peer", c.from, "err", err)
+	default:
+		s.t.log.Debug("connection ended", "peer", c.from, "err", err)
+	}
+}
+
+// welcome shakes hands.
+func (s *server) welcome(c *served) error {
+	if err := c.tcp.SetDeadline(time.Now().Add(s.t.limits.Dial)); err != nil {
+		return err
+	}
+	head, err := s.header(c)
+	if err != nil {
+		return err
+	}
+	if head.kind != kindHello || head.length > maxHelloBody {
+		return fmt.Errorf("%v of %d bytes, want a hello: %w", head.kind, head.length, errGarbage)
+	}
+	if err := s.readBody(c, head.length); err != nil {
+		return err
+	}
+	h, err := parseHello(head, c.body)
+	if err != nil {
+		return err
+	}
+	life := s.t.local.Life
+	if h.owner != life {
+		return errors.Join(s.refuse(c, 0, verdictIdentity), fmt.Errorf("%s asks for %s: %w", h.reader, h.owner, transfer.ErrIdentity))
+	}
+	c.out = appendWelcome(c.out[:0], s.offer)
+	return c.write(c.out)
+}
+
+// answer waits for one request and answers it.
+func (s *server) answer(c *served) error {
+	c.waiting.Store(time.Now().UnixNano())
+	if err := c.tcp.SetReadDeadline(time.Now().Add(s.idle)); err != nil {
+		return err
+	}
+	head, err := s.header(c)
+	if err != nil {
+		return err
+	}
+	c.waiting.Store(0)
+	// The rest of a request follows its header at once.
+	if err := c.tcp.SetReadDeadline(time.Now().Add(s.t.limits.Stall)); err != nil {
+		return err
+	}
+	if head.kind != kindRead || head.length > maxRequestBody {
+		return fmt.Errorf("%v of %d bytes, want a read: %w", head.kind, head.length, errGarbage)
+	}
+	if err := s.readBody(c, head.length); err != nil {
+		return err
+	}
+	if err := c.request.parse(head, c.body); err != nil {
+		return err
+	}
+
+	r := &c.request
+	c.begin(s.t.limits, r.bytes())
+	switch {
+	case head.owner != s.t.local.Life.Incarnation:
+		return errors.Join(s.refuse(c, r.id, verdictIdentity), fmt.Errorf("read for incarnation %d: %w", head.owner, transfer.ErrIdentity))
+	case !r.within(s.t.local.Arenas):
+		s.t.stats.outside.Add(1)
+		return s.refuse(c, r.id, verdictRange)
+	case !s.held(r.seals):
+		s.t.stats.servedStale.Add(1)
+		return s.refuse(c, r.id, verdictStale)
+	}
+	if r.bytes() <= smallAnswer {
+		return s.sendSmall(c)
+	}
+	return s.send(c)
+}
+
+// send writes the bytes straight from the arenas, then looks at the seal words.
+func (s *server) send(c *served) error {
+	r := &c.request
+	n := r.bytes()
+	v := &c.wire.out.v
+	v.reset()
+	c.out = appendHeader(c.out[:0], s.data(r.id, n))
+	v.add(c.out)
+	for _, cp := range r.copies {
+		v.add(s.stretch(cp))
+	}
+	if err := c.wire.out.all(); err != nil {
+		return err
+	}
+	// writev has returned: the kernel has copied every byte out.
+	verdict := s.verdict(r, n)
+	c.out = appendHeader(c.out[:0], header{kind: kindVerdict, owner: s.t.local.Life.Incarnation, request: r.id, aux: uint32(verdict)})
+	return c.write(c.out)
+}
+
+// sendSmall copies the bytes out first, so that bytes and verdict are one write.
+func (s *server) sendSmall(c *served) error {
+	r := &c.request
+	n := r.bytes()
+	c.out = appendHeader(c.out[:0], s.data(r.id, n))
+	for _, cp := range r.copies {
+		c.out = append(c.out, s.stretch(cp)...)
+	}
+	verdict := s.verdict(r, n)
+	if verdict != verdictHeld { // then nobody needs to see them
+		return s.refuse(c, r.id, verdict)
+	}
+	c.out = appendHeader(c.out, header{kind: kindVerdict, owner: s.t.local.Life.Incarnation, request: r.id, aux: uint32(verdict)})
+	return c.write(c.out)
+}
+
+// verdict looks at the seal words after the bytes were copied out.
+func (s *server) verdict(r *request, n int64) verdict {
+	s.t.stats.served.Add(1)
+	s.t.stats.servedBytes.Add(uint64(n))
+	if s.held(r.seals) {
+		return verdictHeld
+	}
+	s.t.stats.servedStale.Add(1)
+	return verdictStale
+}
+
+// held reports whether every seal word holds its value. Nothing is held by a
+// value of 0: that is what a free word holds.
+func (s *server) held(seals []transfer.Seal) bool {
+	for _, seal := range seals {
+		v, ok := s.t.local.Seals.Load(seal.Index)
+		if !ok || v != seal.Value || v == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (s *server) stretch(c transfer.Copy) []byte {
+	return s.t.local.Arenas[c.Rank].Bytes()[c.Remote : c.Remote+c.Bytes]
+}
+
+func (s *server) data(request uint64, n int64) header {
+	return header{kind: kindData, owner: s.t.local.Life.Incarnation, request: request, length: uint32(n)}
+}
+
+// refuse sends a verdict without bytes.
+func (s *server) refuse(c *served, request uint64, v verdict) error {
+	return c.write(appendHeader(c.out[:0], header{kind: kindVerdict, owner: s.t.local.Life.Incarnation, request: request, aux: uint32(v)}))
+}
+
+func (s *server) header(c *served) (header, error) {
+	c.in.v.reset()
+	c.in.v.add(c.head[:])
+	if err := c.in.all(); err != nil {
+		return header{}, err
+	}
+	return parseHeader(c.head[:])
+}
+
+func (s *server) readBody(c *served, n uint32) error {
+	if cap(c.body) < int(n) {
+		c.body = make([]byte, n)
+	}
+	c.body = c.body[:n]
+	c.in.v.reset()
+	c.in.v.add(c.body)
+	return c.in.all()
+}
+
+// begin sets the limits of one answer: the reader must take a byte every stall
+// time, and all within the total time, or it loses the connection.
+func (c *served) begin(limits transfer.Limits, bytes int64) {
+	c.limit = time.Now().Add(limits.Total(bytes))
+	c.extend(limits.Stall)
+}
+
+func (c *served) extend(stall time.Duration) {
+	if c.limit.IsZero() { // the handshake, which has its own
+		return
+	}
+	at := time.Now().Add(stall)
+	if at.After(c.limit) {
+		at = c.limit
+	}
+	_ = c.tcp.SetWriteDeadline(at) // fails only on a closed connection, as the write will
+}
+
+func (c *served) write(b []byte) error {
+	v := &c.wire.out.v
+	v.reset()
+	v.add(b)
+	return c.wire.out.all()
+}
+
+// close ends every connection and returns when nothing reads the arenas.
+func (s *server) close() {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		s.work.Wait()
+		return
+	}
+	s.closed = true
+	close(s.closing)
+	_ = s.listener.Close() // what it could say nobody can use
+	for c := range s.conns {
+		c.abort()
+	}
+	s.mu.Unlock()
+	s.work.Wait()
+}

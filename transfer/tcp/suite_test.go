@@ -1,0 +1,49 @@
+package tcp
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func factory(bind string) transfertest.Factory {
+	return transfertest.Factory{Name: Name, Start: func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+		return Listen(Options{Local: local, Bind: netip.MustParseAddrPort(bind), Limits: limits})
+	}}
+}
+
+func TestSuite(t *testing.T) { transfertest.Run(t, factory("127.0.0.1:0")) }
+
+func TestSuiteIPv6(t *testing.T) {
+	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.MustParseAddrPort("[::1]:0")))
+	if err != nil {
+		t.Skipf("no IPv6 here: %v", err)
+	}
+	_ = l.Close()
+	transfertest.Run(t, factory("[::1]:0"))
+}
+
+// The suite below the faulty wrapper: what tcp gets then are reads in pieces
+// and in any order.
+func TestSuiteFaulty(t *testing.T) {
+	f := factory("127.0.0.1:0")
+	start := f.Start
+	f.Start = func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+		tr, err := start(local, limits)
+		if err != nil {
+			return nil, err
+		}
+		return transfertest.NewFaulty(tr, limits, func(int) transfertest.Fault {
+			return transfertest.Fault{Delay: 20 * time.Microsecond, Reorder: true}
+		}), nil
+	}
+	transfertest.Run(t, f)
+}
