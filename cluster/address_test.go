@@ -34,8 +34,10 @@ func TestOptions(t *testing.T) {
 		"advertise nowhere":   {func(o *Options) { o.Advertise = netip.MustParseAddrPort("0.0.0.0:7900") }, "advertise"},
 		"unspecified, alone":  {func(o *Options) { o.Bind = netip.MustParseAddrPort("0.0.0.0:0") }, "set an address to advertise"},
 		"unspecified6, alone": {func(o *Options) { o.Bind = netip.MustParseAddrPort("[::]:0") }, "set an address to advertise"},
-		"loopback, and a seed that is not": {func(o *Options) { o.Join = []string{"192.0.2.1:7900"} },
-			"seed 192.0.2.1:7900 is on another machine"},
+		"loopback, and a seed that is not": {
+			func(o *Options) { o.Join = []string{"192.0.2.1:7900"} },
+			"seed 192.0.2.1:7900 is on another machine",
+		},
 		"loopback advertised to such a seed": {func(o *Options) {
 			o.Bind, o.Advertise, o.Join = netip.MustParseAddrPort("0.0.0.0:0"), netip.MustParseAddrPort("127.0.0.1:0"), []string{"192.0.2.1:7900"}
 		}, "loopback"},

@@ -189,8 +189,7 @@ func start(o Options) (*Cluster, error) {
 	t := newTransport(tcp, udp, count, log)
 	advertise, err := advertised(o, t.bound)
 	if err != nil {
-		t.Shutdown()
-		return nil, err
+		return nil, errors.Join(err, t.Shutdown())
 	}
 	t.advertise = advertise
 
@@ -211,8 +210,7 @@ func start(o Options) (*Cluster, error) {
 	c.list, err = memberlist.Create(c.config(o))
 	if err != nil {
 		c.stop()
-		t.Shutdown()
-		return nil, err
+		return nil, errors.Join(err, t.Shutdown())
 	}
 	c.work.Go(c.serve)
 	c.work.Go(c.push)

@@ -46,7 +46,7 @@ func (c *Cluster) config(o Options) *memberlist.Config {
 	m.BindAddr, m.BindPort = c.bound.Addr().String(), int(c.bound.Port())
 	m.AdvertiseAddr, m.AdvertisePort = c.advertise.Addr().String(), int(c.advertise.Port())
 	m.Delegate, m.Events, m.Alive, m.Conflict = c.calls, c.calls, c.calls, c.calls
-	m.Logger = log.New(c.bridge, "", 0)
+	m.Logger = log.New(c.bridge, "", 0) //nolint:forbidigo // memberlist takes no other; the bridge leads to slog
 
 	m.GossipInterval, m.GossipNodes = c.time.gossip, 3
 	m.ProbeInterval, m.ProbeTimeout, m.IndirectChecks = c.time.probe, c.time.probeTimeout, 3

@@ -254,7 +254,7 @@ func (c *Cluster) call(ctx context.Context, joined bool) {
 func (c *Cluster) ask(silent []peer) {
 	if node, ok := c.joining.overdue(); ok {
 		if p, ok := c.calls.roster.peer(node); ok {
-			c.list.Join([]string{p.Gossip.String()}) // if it fails there will be more answers
+			_, _ = c.list.Join([]string{p.Gossip.String()}) // if it fails there will be more answers
 		}
 	}
 	rand.Shuffle(len(silent), func(i, k int) { silent[i], silent[k] = silent[k], silent[i] })

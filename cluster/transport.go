@@ -53,7 +53,7 @@ type transport struct {
 	streams chan net.Conn
 	slots   chan struct{}
 	held    atomic.Int64    // bytes read by streams that are open
-	done    context.Context // for DialTimeout, which memberlist gives none
+	done    context.Context //nolint:containedctx // for DialTimeout, which memberlist gives none
 	stop    context.CancelFunc
 	work    sync.WaitGroup // our two loops
 	inbound sync.WaitGroup // streams that memberlist serves
@@ -105,7 +105,7 @@ func newTransport(tcp *net.TCPListener, udp *net.UDPConn, count *counters, log *
 		open:    map[*stream]struct{}{},
 	}
 	t.done, t.stop = context.WithCancel(context.Background())
-	udp.SetReadBuffer(udpBuffer)
+	_ = udp.SetReadBuffer(udpBuffer) // what came of it is looked at below
 	if limit, ok := receiveLimit(); ok && limit < udpBuffer {
 		log.Warn("gossip may lose packets: raise net.core.rmem_max", "bytes", limit, "want", udpBuffer)
 	}

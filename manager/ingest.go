@@ -24,7 +24,7 @@ type At struct {
 	Walk id.Walk
 }
 
-var onlyMain = [...]id.Label{id.Main}
+var onlyMain = [...]id.Label{id.Main} //nolint:gochecknoglobals // a constant, looked up for every retrieve
 
 // at looks the needed labels up.
 func (n *Needs) at(a At) []id.Label {

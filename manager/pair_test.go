@@ -194,6 +194,7 @@ func (n *node) operate() {
 }
 
 func (n *node) request() id.Request { return pairRequests[n.number("request", 0, len(pairRequests)-1)] }
+
 func (n *node) number(what string, from, to int) int {
 	return from + below(to-from+1).Draw(n.w.T, what)
 }
@@ -602,7 +603,7 @@ func (n *node) retrieve1() {
 					n.same("tags of "+string(label), c.tags[:upTo], tags[:upTo])
 				}
 			}
-			if !(a.src.Publication.Final && has >= len(tags)) && !(minTokens > 0 && has >= minTokens) {
+			if final, enough := a.src.Publication.Final && has >= len(tags), minTokens > 0 && has >= minTokens; !final && !enough {
 				n.t.Fatalf("ready with %d of %d tokens, final %v, min %d", has, len(tags), a.src.Publication.Final, minTokens)
 			}
 		}

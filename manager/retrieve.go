@@ -160,10 +160,10 @@ func (m *Manager) compare(req *request, needed []id.Label, src *Source, minToken
 		}
 		p := part{label: l, stream: req.byLabel[l]}
 		if s := p.stream; s != nil {
-			switch {
-			case s.origin == origin{}:
+			switch s.origin {
+			case origin{}:
 				p.from = s.stored // computed here, as far as it goes
-			case s.origin == from:
+			case from:
 				p.from = s.landed
 			default:
 				p.over = true

@@ -36,15 +36,23 @@ func TestCopies(t *testing.T) {
 		"part of a page in NHD, remote of 8 pages": {
 			side(worked(page.NHD, 8), 3), side(worked(page.NHD, 4), 3), 2, 5,
 			[]transfer.Copy{
-				{Remote: 800, Local: 800, Bytes: 48}, {Remote: 928, Local: 928, Bytes: 48},
-				{Remote: 2848, Local: 1824, Bytes: 48}, {Remote: 2976, Local: 1952, Bytes: 48},
+				{Remote: 800, Local: 800, Bytes: 48},
+				{Remote: 928, Local: 928, Bytes: 48},
+				{Remote: 2848, Local: 1824, Bytes: 48},
+				{Remote: 2976, Local: 1952, Bytes: 48},
 			},
 		},
 		"part of a page in HND": {
 			side(worked(page.HND, 4), 3), side(worked(page.HND, 4), 3), 2, 5,
 			[]transfer.Copy{
-				{Remote: 784, Local: 784, Bytes: 24}, {Remote: 848, Local: 848, Bytes: 24}, {Remote: 912, Local: 912, Bytes: 24}, {Remote: 976, Local: 976, Bytes: 24},
-				{Remote: 1808, Local: 1808, Bytes: 24}, {Remote: 1872, Local: 1872, Bytes: 24}, {Remote: 1936, Local: 1936, Bytes: 24}, {Remote: 2000, Local: 2000, Bytes: 24},
+				{Remote: 784, Local: 784, Bytes: 24},
+				{Remote: 848, Local: 848, Bytes: 24},
+				{Remote: 912, Local: 912, Bytes: 24},
+				{Remote: 976, Local: 976, Bytes: 24},
+				{Remote: 1808, Local: 1808, Bytes: 24},
+				{Remote: 1872, Local: 1872, Bytes: 24},
+				{Remote: 1936, Local: 1936, Bytes: 24},
+				{Remote: 2000, Local: 2000, Bytes: 24},
 			},
 		},
 		"neighbours on both sides": {
@@ -58,8 +66,12 @@ func TestCopies(t *testing.T) {
 		"neighbours on one side only": {
 			side(worked(page.NHD, 16), 7, 9, 8), side(worked(page.NHD, 8), 3, 4, 5), 0, 24,
 			[]transfer.Copy{
-				{Remote: 1792, Local: 768, Bytes: 256}, {Remote: 2304, Local: 1024, Bytes: 256}, {Remote: 2048, Local: 1280, Bytes: 256},
-				{Remote: 5888, Local: 2816, Bytes: 256}, {Remote: 6400, Local: 3072, Bytes: 256}, {Remote: 6144, Local: 3328, Bytes: 256},
+				{Remote: 1792, Local: 768, Bytes: 256},
+				{Remote: 2304, Local: 1024, Bytes: 256},
+				{Remote: 2048, Local: 1280, Bytes: 256},
+				{Remote: 5888, Local: 2816, Bytes: 256},
+				{Remote: 6400, Local: 3072, Bytes: 256},
+				{Remote: 6144, Local: 3328, Bytes: 256},
 			},
 		},
 		"descending on both sides": {
@@ -69,15 +81,20 @@ func TestCopies(t *testing.T) {
 		"cut pages at both ends of a run": { // V of the first, the whole second, and K of the third are one piece
 			side(worked(page.NHD, 16), 11, 12, 13), side(worked(page.NHD, 8), 1, 2, 3), 5, 20,
 			[]transfer.Copy{
-				{Remote: 2896, Local: 336, Bytes: 48}, {Remote: 3024, Local: 464, Bytes: 368}, {Remote: 3456, Local: 896, Bytes: 64},
-				{Remote: 6992, Local: 2384, Bytes: 48}, {Remote: 7120, Local: 2512, Bytes: 368}, {Remote: 7552, Local: 2944, Bytes: 64},
+				{Remote: 2896, Local: 336, Bytes: 48},
+				{Remote: 3024, Local: 464, Bytes: 368},
+				{Remote: 3456, Local: 896, Bytes: 64},
+				{Remote: 6992, Local: 2384, Bytes: 48},
+				{Remote: 7120, Local: 2512, Bytes: 368},
+				{Remote: 7552, Local: 2944, Bytes: 64},
 			},
 		},
 		"nothing":                   {side(worked(page.NHD, 8), 1, 2), side(worked(page.NHD, 8), 3, 4), 16, 16, nil},
 		"nothing of no page at all": {side(worked(page.NHD, 8)), side(worked(page.NHD, 8)), 16, 16, nil},
 		"starts and bases": {
 			transfer.Side{Layout: worked(page.NHD, 8), Base: 1 << 20, Start: 16, Pages: []page.Index{1, 3}},
-			transfer.Side{Layout: worked(page.NHD, 8), Base: 4096, Start: 8, Pages: []page.Index{5, 6, 7}}, 24, 32,
+			transfer.Side{Layout: worked(page.NHD, 8), Base: 4096, Start: 8, Pages: []page.Index{5, 6, 7}},
+			24, 32,
 			[]transfer.Copy{{Remote: 1<<20 + 768, Local: 4096 + 1792, Bytes: 256}, {Remote: 1<<20 + 2816, Local: 4096 + 3840, Bytes: 256}},
 		},
 	} {
@@ -98,8 +115,13 @@ func TestCopiesSplit(t *testing.T) {
 		from, to int
 		tokens   []int64
 	}{
-		{5, 20, []int64{3, 8, 4}}, {2, 5, []int64{3}}, {2, 8, []int64{6}}, {8, 16, []int64{8}},
-		{7, 9, []int64{1, 1}}, {0, 17, []int64{8, 8, 1}}, {16, 16, nil},
+		{5, 20, []int64{3, 8, 4}},
+		{2, 5, []int64{3}},
+		{2, 8, []int64{6}},
+		{8, 16, []int64{8}},
+		{7, 9, []int64{1, 1}},
+		{0, 17, []int64{8, 8, 1}},
+		{16, 16, nil},
 	} {
 		l := worked(page.NHD, 8)
 		l.Layers = 1

@@ -35,7 +35,7 @@ func findIperf() (string, error) {
 func runIperf(ctx context.Context, path string, connections int) (float64, error) {
 	ctx, cancel := context.WithTimeout(ctx, iperfRun)
 	defer cancel()
-	port, err := freePort()
+	port, err := freePort(ctx)
 	if err != nil {
 		return 0, fmt.Errorf("run iperf3: %w", err)
 	}
@@ -105,8 +105,9 @@ func parseIperf(text []byte) (float64, error) {
 }
 
 // freePort is one that nobody listens on at the moment.
-func freePort() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+func freePort(ctx context.Context) (string, error) {
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
 		return "", err
 	}

@@ -30,7 +30,7 @@ func thisMachine() Machine {
 	}
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err == nil {
-		m.MemoryGiB = int((uint64(info.Totalram)*uint64(info.Unit) + 1<<29) >> 30)
+		m.MemoryGiB = int((info.Totalram*uint64(info.Unit) + 1<<29) >> 30)
 	}
 	for line := range strings.Lines(contentOf("/etc/os-release")) {
 		if name, ok := strings.CutPrefix(line, "PRETTY_NAME="); ok {

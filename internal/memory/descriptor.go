@@ -42,10 +42,10 @@ func sendFile(c syscall.Conn, payload []byte, f *os.File) error {
 			var n int
 			var err error
 			if e := conn.Write(func(socket uintptr) bool {
-				for err = unix.EINTR; err == unix.EINTR; {
+				for err = unix.EINTR; errors.Is(err, unix.EINTR); {
 					n, err = unix.SendmsgN(int(socket), payload[sent:], rights, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 				}
-				return err != unix.EAGAIN
+				return !errors.Is(err, unix.EAGAIN)
 			}); e != nil {
 				err = e
 			}

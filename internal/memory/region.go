@@ -26,21 +26,30 @@ type Region struct {
 // The limits (free memory, cgroup, RLIMIT) are checked first. name shows in
 // /proc/PID/maps; it has at most 200 bytes and no NUL.
 func New(name string, size int64) (*Region, error) {
-	r, err := create(name, size, thisMachine())
+	return newRegion(name, size, true)
+}
+
+// NewPlain is New without huge pages.
+func NewPlain(name string, size int64) (*Region, error) {
+	return newRegion(name, size, false)
+}
+
+func newRegion(name string, size int64, huge bool) (*Region, error) {
+	r, err := create(name, size, huge, thisMachine())
 	if err != nil {
 		return nil, fmt.Errorf("make region %.80q of %s: %w", name, bytesText(size), err)
 	}
 	return r, nil
 }
 
-func create(name string, size int64, m machine) (*Region, error) {
+func create(name string, size int64, mayBeHuge bool, m machine) (*Region, error) {
 	if !possible(size) {
 		return nil, errSize
 	}
 	if len(name) > 200 {
 		return nil, fmt.Errorf("the name has %d bytes, want at most 200", len(name))
 	}
-	if huge, free := m.hugePages(); huge > 0 {
+	if huge, free := m.hugePages(); mayBeHuge && huge > 0 {
 		// At most an eighth more, and others may be faster or a cgroup in the way.
 		if rounded := roundUp(size, huge); rounded <= free && rounded-size <= size/8 {
 			if r, err := m.allocate(name, rounded, huge, unix.MFD_HUGETLB); err == nil {
@@ -177,7 +186,7 @@ func pageOf(fd int) (int64, error) {
 		return 0, fmt.Errorf("stat memfd: %w", err)
 	}
 	if uint32(stat.Type) == unix.HUGETLBFS_MAGIC {
-		return int64(stat.Bsize), nil
+		return stat.Bsize, nil
 	}
 	return int64(os.Getpagesize()), nil
 }
@@ -216,7 +225,7 @@ func mapPopulated(fd int, size int64, writable bool) ([]byte, error) {
 	// MAP_POPULATE keeps its failures to itself, madvise tells. A kernel that
 	// is too old for it (before 5.14) maps on first touch at worst.
 	if err := unix.Madvise(mapped, populate); err != nil && !errors.Is(err, unix.EINVAL) {
-		unix.Munmap(mapped)
+		_ = unix.Munmap(mapped) // the first error tells
 		return nil, fmt.Errorf("populate %s: %w", bytesText(size), limit(err, "the memory of the machine"))
 	}
 	return mapped, nil

@@ -133,7 +133,7 @@ func TestNewIsPopulated(t *testing.T) {
 		t.Fatal(err)
 	}
 	pages := len(r.Bytes()) / os.Getpagesize()
-	if faults := int64(after.Minflt - before.Minflt); faults > int64(pages)/4 {
+	if faults := after.Minflt - before.Minflt; faults > int64(pages)/4 {
 		t.Errorf("%d faults on %d pages, want them populated", faults, pages)
 	}
 }

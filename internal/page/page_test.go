@@ -13,8 +13,19 @@ import (
 
 func TestCount(t *testing.T) {
 	for _, tt := range []struct{ tokens, size, want int }{
-		{0, 8, 0}, {1, 8, 1}, {7, 8, 1}, {8, 8, 1}, {9, 8, 2}, {16, 8, 2}, {17, 8, 3},
-		{5, 1, 5}, {100, 16, 7}, {-1, 8, 0}, {math.MinInt, 8, 0}, {math.MaxInt, 1, math.MaxInt}, {math.MaxInt, 2, math.MaxInt/2 + 1},
+		{0, 8, 0},
+		{1, 8, 1},
+		{7, 8, 1},
+		{8, 8, 1},
+		{9, 8, 2},
+		{16, 8, 2},
+		{17, 8, 3},
+		{5, 1, 5},
+		{100, 16, 7},
+		{-1, 8, 0},
+		{math.MinInt, 8, 0},
+		{math.MaxInt, 1, math.MaxInt},
+		{math.MaxInt, 2, math.MaxInt/2 + 1},
 	} {
 		if got := page.Count(tt.tokens, tt.size); got != tt.want {
 			t.Errorf("Count(%d, %d) = %d, want %d", tt.tokens, tt.size, got, tt.want)

@@ -91,17 +91,17 @@ func (m *mistake) Error() string {
 		m.request, m.label, m.rank, m.wrong, m.lookedAt, m.token, m.layer, "KV"[m.side], m.head, m.element, m.page, m.slot, m.offset, m.have, m.want)
 }
 
-// check compares the tokens [from,to) of a stream with what they have to be.
+// check compares the first tokens of a stream with what they have to be.
 // pages[i] holds token i*PageSize on. It returns the wrong bytes of those
 // looked at, and the first one.
-func (a arena) check(r id.Request, label id.Label, rank id.Rank, pages []page.Index, from, to int) (looked, wrong int64, first *mistake) {
+func (a arena) check(r id.Request, label id.Label, rank id.Rank, pages []page.Index, tokens int) (looked, wrong int64, first *mistake) {
 	l := a.layout
 	kv := newPattern(r, label, rank)
 	for layer := range l.Layers {
 		for side := range 2 {
 			for head := range l.Heads {
 				vectors := kv.plane(layer, side, head, l.Heads)
-				for token := from; token < to; token++ {
+				for token := range tokens {
 					p, slot := pages[token/l.PageSize], token%l.PageSize
 					at := a.at(layer, p, side, head, slot)
 					n := vectors.wrong(a.bytes[at:at+a.vector], token)
@@ -120,7 +120,7 @@ func (a arena) check(r id.Request, label id.Label, rank id.Rank, pages []page.In
 			}
 		}
 	}
-	looked = int64(to-from) * l.TokenBytes()
+	looked = int64(tokens) * l.TokenBytes()
 	if first != nil {
 		first.wrong, first.lookedAt = wrong, looked
 	}

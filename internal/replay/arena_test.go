@@ -85,8 +85,12 @@ func TestAddressesByHand(t *testing.T) {
 		side, head int
 		want       int64
 	}{
-		{nhd, 0, 0, 1824}, {nhd, 1, 0, 1952},
-		{hnd, 0, 0, 1808}, {hnd, 0, 1, 1872}, {hnd, 1, 0, 1936}, {hnd, 1, 1, 2000},
+		{nhd, 0, 0, 1824},
+		{nhd, 1, 0, 1952},
+		{hnd, 0, 0, 1808},
+		{hnd, 0, 1, 1872},
+		{hnd, 1, 0, 1936},
+		{hnd, 1, 1, 2000},
 	} {
 		if at := tt.a.at(1, 3, tt.side, tt.head, 2); at != tt.want {
 			t.Errorf("%v layer 1 page 3 %c head %d slot 2 at %d, want %d", tt.a.layout.Order, "KV"[tt.side], tt.head, at, tt.want)
@@ -118,7 +122,7 @@ func TestCheckFindsOneBitAnywhere(t *testing.T) {
 				t.Fatalf("write = %d bytes, want %d", n, int64(tokens)*l.TokenBytes())
 			}
 			written := bytes.Clone(a.bytes)
-			if looked, wrong, first := a.check("r", "main", 0, pages, 0, tokens); wrong != 0 || first != nil || looked != int64(tokens)*l.TokenBytes() {
+			if looked, wrong, first := a.check("r", "main", 0, pages, tokens); wrong != 0 || first != nil || looked != int64(tokens)*l.TokenBytes() {
 				t.Fatalf("check of what was written = %d bytes, %d wrong, %v", looked, wrong, first)
 			}
 			mine := make([]bool, len(a.bytes))
@@ -137,7 +141,7 @@ func TestCheckFindsOneBitAnywhere(t *testing.T) {
 			for i := range a.bytes {
 				bit := byte(1) << (i % 8)
 				a.bytes[i] ^= bit
-				_, wrong, first := a.check("r", "main", 0, pages, 0, tokens)
+				_, wrong, first := a.check("r", "main", 0, pages, tokens)
 				a.bytes[i] ^= bit
 				switch {
 				case mine[i] && (wrong != 1 || first == nil || first.offset != int64(i) || first.have != first.want^bit):
@@ -232,7 +236,7 @@ func BenchmarkCheck(b *testing.B) {
 	a.write(newPattern("r", "main", 0), 0, places)
 	b.SetBytes(int64(len(places)) * l.TokenBytes())
 	for b.Loop() {
-		if _, wrong, _ := a.check("r", "main", 0, pages, 0, len(places)); wrong != 0 {
+		if _, wrong, _ := a.check("r", "main", 0, pages, len(places)); wrong != 0 {
 			b.Fatal(wrong)
 		}
 	}

@@ -146,7 +146,7 @@ func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified in
 	var first *mistake
 	for i, l := range j.run.labels {
 		for _, r := range e.ranks {
-			looked, wrong, m := r.arena.check(j.request, l, r.id, streams[i], 0, tokens)
+			looked, wrong, m := r.arena.check(j.request, l, r.id, streams[i], tokens)
 			verified += looked - wrong
 			if wrong > 0 {
 				j.run.noteWrong(wrong)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 	"time"
 
@@ -153,8 +154,8 @@ func openEngines(ctx context.Context, prefill, decode []string) (engines []*engi
 
 func closeEngines(engines []*engine) error {
 	var errs []error
-	for i := len(engines) - 1; i >= 0; i-- {
-		errs = append(errs, engines[i].close())
+	for _, e := range slices.Backward(engines) {
+		errs = append(errs, e.close())
 	}
 	return errors.Join(errs...)
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
 )
 
 // ErrWrongBytes is wrapped by Retrieve when bytes are not those of Publish.
@@ -52,6 +53,10 @@ func Publish(ctx context.Context, o PublishOptions) (p Published, err error) {
 	}
 	// The end of the session removes what a failure left.
 	defer func() { err = errors.Join(err, e.close()) }()
+	if l := e.layout(); page.Count(o.Tokens, l.PageSize) >= l.Pages {
+		return p, fmt.Errorf("publish %s: %d tokens need %d pages of %d, node %s has %d (give it more pages: arena.pages)",
+			o.Request, o.Tokens, page.Count(o.Tokens, l.PageSize), l.PageSize, e.node(), l.Pages-1)
+	}
 	p.Owner, p.Incarnation = e.session.Life().Node, e.session.Life().Incarnation
 	j := byHand(o.Request)
 	if err := j.ingest(ctx, e); err != nil {
@@ -138,8 +143,7 @@ func Retrieve(ctx context.Context, o RetrieveOptions) (r Retrieved, err error) {
 	}
 	if o.Verify {
 		r.Verified, err = j.check(ctx, j.lengths(r.Tokens), r.Tokens)
-		var wrong *mistake
-		if errors.As(err, &wrong) {
+		if _, wrong := errors.AsType[*mistake](err); wrong {
 			return r, fmt.Errorf("%w: %w", ErrWrongBytes, err)
 		}
 		if err != nil {

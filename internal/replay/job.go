@@ -72,7 +72,7 @@ func codeOf(err error) string {
 type job struct {
 	run             *run
 	request         id.Request
-	tokens, output  int
+	tokens          int
 	steps           int // tokens to decode
 	chunk           int // tokens of one, but of the last
 	pages           int // admitted on both nodes

@@ -5,6 +5,7 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/jedib0t/go-pretty/v6/table"
@@ -113,14 +114,15 @@ func (r *Report) WriteTable(w io.Writer) error {
 	for _, n := range r.Nodes {
 		nodes.AppendRow(table.Row{n.Node, n.Role, n.Requests, n.Ready, n.Failed, n.Tokens, n.Bytes})
 	}
-	out := t.Render() + "\n\n" + nodes.Render() + "\n"
+	var out strings.Builder
+	fmt.Fprintf(&out, "%s\n\n%s\n", t.Render(), nodes.Render())
 	for _, f := range r.Failures {
-		out += fmt.Sprintf("\n%s: %d\n", f.Code, f.Count)
+		fmt.Fprintf(&out, "\n%s: %d\n", f.Code, f.Count)
 		for _, example := range f.Examples {
-			out += "  " + example + "\n"
+			fmt.Fprintf(&out, "  %s\n", example)
 		}
 	}
-	_, err := io.WriteString(w, out)
+	_, err := io.WriteString(w, out.String())
 	return err
 }
 

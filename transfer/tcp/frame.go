@@ -135,11 +135,11 @@ type hello struct {
 	reader id.Life
 }
 
-func appendHello(b []byte, h hello) []byte {
+func (h hello) encode() []byte {
 	body := appendName(nil, h.owner.Node)
 	body = appendName(body, h.reader.Node)
 	body = binary.BigEndian.AppendUint64(body, uint64(h.reader.Incarnation))
-	b = appendHeader(b, header{kind: kindHello, owner: h.owner.Incarnation, length: uint32(len(body))})
+	b := appendHeader(nil, header{kind: kindHello, owner: h.owner.Incarnation, length: uint32(len(body))})
 	return append(b, body...)
 }
 

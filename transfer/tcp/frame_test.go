@@ -43,7 +43,7 @@ func golden(t *testing.T, name string, b []byte) {
 }
 
 func TestFramesAreGolden(t *testing.T) {
-	golden(t, "hello", appendHello(nil, hello{owner: ownerLife, reader: readerLife}))
+	golden(t, "hello", hello{owner: ownerLife, reader: readerLife}.encode())
 	golden(t, "welcome", appendWelcome(nil, welcome{owner: ownerLife, bytes: maxFrameBytes, copies: maxCopies, seals: maxSeals, inFlight: 4}))
 	golden(t, "read", appendRequest(nil, ownerLife.Incarnation, request{
 		id:     0x0102030405060708,
@@ -177,7 +177,7 @@ func TestCutterKeepsEveryByteAndTheBounds(t *testing.T) {
 // FuzzRequest: what the server takes from a peer.
 func FuzzRequest(f *testing.F) {
 	f.Add(appendRequest(nil, 9, request{id: 1, seals: []transfer.Seal{{Index: 1, Value: 2}}, copies: []transfer.Copy{{Rank: 0, Remote: 2, Bytes: 3}}}))
-	f.Add(appendHello(nil, hello{owner: ownerLife, reader: readerLife}))
+	f.Add(hello{owner: ownerLife, reader: readerLife}.encode())
 	f.Add(make([]byte, headerBytes))
 	arena := newNode(f, ownerLife, 4096)
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -193,7 +193,7 @@ func FuzzRequest(f *testing.F) {
 		}
 		body := b[headerBytes:]
 		if hl, err := parseHello(h, body); err == nil && h.kind == kindHello && int(h.length) == len(body) {
-			if again := appendHello(nil, hl); !bytes.Equal(again, b) {
+			if again := hl.encode(); !bytes.Equal(again, b) {
 				t.Fatalf("hello %x is encoded as %x", b, again)
 			}
 		}

@@ -325,7 +325,7 @@ func connect(ctx context.Context, addresses []netip.AddrPort) (*net.TCPConn, err
 func (l *link) shake(c *dialled) error {
 	want := l.peer.Life
 	c.out.v.reset()
-	c.out.v.add(appendHello(nil, hello{owner: want, reader: l.t.local.Life}))
+	c.out.v.add(hello{owner: want, reader: l.t.local.Life}.encode())
 	if err := c.out.all(); err != nil {
 		return err
 	}

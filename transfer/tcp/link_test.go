@@ -283,7 +283,7 @@ func TestUnlikeBounds(t *testing.T) {
 		link := open(t, reader, owner.peer())
 		var copies []transfer.Copy
 		want := slices.Clone(reader.arena())
-		for i := int64(0); i < 50; i++ {
+		for i := range int64(50) {
 			c := transfer.Copy{Remote: (49 - i) * 20_000, Local: i*20_000 + 3, Bytes: 1 + i*390}
 			copies = append(copies, c)
 			copy(want[c.Local:c.Local+c.Bytes], owner.arena()[c.Remote:])

@@ -209,7 +209,7 @@ func greeted(t testing.TB, owner *node) net.Conn {
 	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.Write(appendHello(nil, hello{owner: owner.local.Life, reader: readerLife})); err != nil {
+	if _, err := c.Write(hello{owner: owner.local.Life, reader: readerLife}.encode()); err != nil {
 		t.Fatal(err)
 	}
 	h, body, err := receiveFrame(c)

@@ -144,7 +144,7 @@ func TestGarbageEndsTheConnection(t *testing.T) {
 	owner, reader := newPair(t, 4096, Options{Limits: transfer.Limits{Stall: 100 * time.Millisecond}}, Options{})
 	seal := owner.hold(1, 1)
 	link := open(t, reader, owner.peer())
-	good := appendHello(nil, hello{owner: ownerLife, reader: readerLife})
+	good := hello{owner: ownerLife, reader: readerLife}.encode()
 	read := appendRequest(nil, ownerLife.Incarnation, request{seals: []transfer.Seal{seal}, copies: []transfer.Copy{{Bytes: 1}}})
 	change := func(b []byte, at int, to ...byte) []byte {
 		b = slices.Clone(b)
@@ -196,9 +196,9 @@ func TestUnfinishedRequestEnds(t *testing.T) {
 	seal := owner.hold(1, 1)
 	for name, b := range map[string][]byte{
 		"nothing":      nil,
-		"half a hello": appendHello(nil, hello{owner: ownerLife, reader: readerLife})[:40],
-		"only a hello": appendHello(nil, hello{owner: ownerLife, reader: readerLife}),
-		"half a read":  append(appendHello(nil, hello{owner: ownerLife, reader: readerLife}), appendRequest(nil, ownerLife.Incarnation, request{seals: []transfer.Seal{seal}})[:40]...),
+		"half a hello": hello{owner: ownerLife, reader: readerLife}.encode()[:40],
+		"only a hello": hello{owner: ownerLife, reader: readerLife}.encode(),
+		"half a read":  append(hello{owner: ownerLife, reader: readerLife}.encode(), appendRequest(nil, ownerLife.Incarnation, request{seals: []transfer.Seal{seal}})[:40]...),
 	} {
 		c, err := dial(owner.t.Bound())
 		if err != nil {
@@ -357,7 +357,7 @@ func TestAnotherLifeIsRefused(t *testing.T) {
 			t.Fatal(err)
 		}
 		_ = c.SetDeadline(time.Now().Add(10 * time.Second))
-		if _, err := c.Write(appendHello(nil, hello{owner: life, reader: readerLife})); err != nil {
+		if _, err := c.Write(hello{owner: life, reader: readerLife}.encode()); err != nil {
 			t.Fatal(err)
 		}
 		wantFrame(t, c, verdictOf(0, verdictIdentity))
