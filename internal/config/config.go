@@ -1,0 +1,249 @@
+// Package config is the one YAML file that sets up a node: its keys, their
+// defaults, and what may stand in them.
+//
+// A [Config] comes about in four layers, each over the one before: the
+// defaults, the file, the environment (KVFERRY_ARENA_PAGES for arena.pages),
+// the command line (--set arena.pages=1024). [Load] does all four and ends
+// with [Config.Validate], which fills in what follows from other keys and
+// reports everything that is wrong at once. A value remembers where it came
+// from, so that every report names file, line, and column, or the variable,
+// or the flag.
+//
+// The file is YAML of the plain kind: groups, keys, scalars, lists. Unknown
+// and repeated keys are errors, and so are anchors, aliases, tags, and a second
+// document. What is not built yet has no key: there is no group "security"
+// (certificates, allowed peers), no host tier, no memory of a GPU.
+package config
+
+import (
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/goccy/go-yaml"
+
+	"github.com/kvferry/kvferry/internal/page"
+)
+
+// Config sets up one node. It is a plain value: copy it, but do not change it
+// while another goroutine reads it.
+type Config struct {
+	Node      Node      `yaml:"node"`
+	Ports     Ports     `yaml:"ports"`
+	Arena     Arena     `yaml:"arena"`
+	Transfer  Transfer  `yaml:"transfer"`
+	Cluster   Cluster   `yaml:"cluster"`
+	Timers    Timers    `yaml:"timers"`
+	Telemetry Telemetry `yaml:"telemetry"`
+
+	origins map[string]origin // by key, of what is not a default
+}
+
+// Node is who this node is, and where.
+type Node struct {
+	Name  string `yaml:"name"`  // default: the host's name
+	Group string `yaml:"group"` // nodes that share one engine's ranks; default: the name
+	Role  string `yaml:"role"`  // prefill, decode, or both: a hint, it forbids nothing
+
+	// Bind is where all services of peers listen. Advertise is what other nodes
+	// dial; needed only where Bind is unspecified (0.0.0.0, ::), else it is Bind.
+	Bind      netip.Addr `yaml:"bind"`
+	Advertise netip.Addr `yaml:"advertise"`
+
+	// StateDir keeps the node's incarnation; "" keeps nothing.
+	StateDir string `yaml:"state_dir"`
+	// Socket is where engines and the command line connect. The default is
+	// kvferry/NAME.sock in $XDG_RUNTIME_DIR, or in /run without one.
+	Socket string `yaml:"socket"`
+}
+
+// Ports are the node's ports; 0 takes any free one.
+type Ports struct {
+	Gossip int `yaml:"gossip"` // udp and tcp
+	Peer   int `yaml:"peer"`
+	Data   int `yaml:"data"`
+	HTTP   int `yaml:"http"`
+}
+
+// Arena is the KV memory of each local rank, and what engine it is of.
+type Arena struct {
+	Ranks     []int  `yaml:"ranks"`      // local ranks, ascending
+	WorldSize int    `yaml:"world_size"` // ranks of the whole engine; default: the last local rank + 1
+	Memory    string `yaml:"memory"`     // host
+	HugePages string `yaml:"huge_pages"` // auto or never
+
+	Model    string `yaml:"model"`
+	Revision string `yaml:"revision"`
+
+	Pages    Pages  `yaml:"pages"`     // of one rank, the sink page included: a count, or a size
+	PageSize int    `yaml:"page_size"` // tokens
+	Layers   int    `yaml:"layers"`
+	Heads    int    `yaml:"heads"` // KV heads on one rank
+	HeadDim  int    `yaml:"head_dim"`
+	DType    string `yaml:"dtype"`  // bf16, fp16, fp32, fp8e4m3, or fp8e5m2
+	Layout   string `yaml:"layout"` // NHD or HND
+}
+
+// Transfer is how KV is pulled.
+type Transfer struct {
+	Transports []string `yaml:"transports"` // in order of preference
+	// Require names the one transport that may be used: a peer that it does not
+	// reach is an error, not a reason for another. "" takes the best.
+	Require string `yaml:"require"`
+	Limits  Limits `yaml:"limits"`
+}
+
+// Limits bound one node's pulls and one attempt at a pull: it may take
+// Base + bytes/Rate, and connecting Dial of that.
+type Limits struct {
+	InFlight int           `yaml:"in_flight"` // pulls that run at once; more wait
+	Dial     time.Duration `yaml:"dial"`
+	Base     time.Duration `yaml:"base"`
+	Rate     Size          `yaml:"rate"` // bytes a second
+}
+
+// Cluster is how nodes find each other.
+type Cluster struct {
+	Name    string   `yaml:"name"`    // nodes of another name are strangers
+	Join    []string `yaml:"join"`    // host:port of the gossip of other nodes
+	Keyring []Key    `yaml:"keyring"` // the first one encrypts; none: gossip is plain
+	Preset  string   `yaml:"preset"`  // default, or fast: every interval divided by ten
+}
+
+// Timers are durations that this node measures by its own clock.
+type Timers struct {
+	Hold         time.Duration `yaml:"hold"`        // an unread publication keeps its pages
+	MaxHold      time.Duration `yaml:"max_hold"`    // no lease keeps them longer
+	Lease        time.Duration `yaml:"lease"`       // a reader's lease, from each renewal
+	LeaseRenew   time.Duration `yaml:"lease_renew"` // between renewals
+	Stall        time.Duration `yaml:"stall"`       // an attempt without a byte
+	Attempts     int           `yaml:"attempts"`    // at one retrieval
+	BackoffMin   time.Duration `yaml:"backoff_min"` // before the second attempt
+	BackoffMax   time.Duration `yaml:"backoff_max"`
+	SessionGrace time.Duration `yaml:"session_grace"` // an engine's session without its event stream
+	Tombstone    time.Duration `yaml:"tombstone"`     // late acknowledgements are known as such
+	Grace        time.Duration `yaml:"grace"`         // a lost node's publications are hidden, not forgotten
+}
+
+// Telemetry is what the node tells about itself.
+type Telemetry struct {
+	Bind netip.Addr `yaml:"bind"` // of ports.http; default: node.bind
+}
+
+// Default is the configuration of an empty file, before [Config.Validate]. It
+// is not valid: there is no default model, nor the size of its KV.
+func Default() *Config {
+	return &Config{
+		Node:  Node{Role: "both", Bind: netip.AddrFrom4([4]byte{127, 0, 0, 1})},
+		Ports: Ports{Gossip: 7900, Peer: 7901, Data: 7902, HTTP: 7903},
+		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", DType: "bf16", Layout: "NHD"},
+		Transfer: Transfer{
+			Transports: []string{"tcp"},
+			Limits:     Limits{InFlight: 64, Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000},
+		},
+		Cluster: Cluster{Name: "default", Preset: "default"},
+		Timers: Timers{
+			Hold: 30 * time.Second, MaxHold: 900 * time.Second, Lease: 20 * time.Second, LeaseRenew: 5 * time.Second,
+			Stall: 2 * time.Second, Attempts: 3, BackoffMin: 50 * time.Millisecond, BackoffMax: 2 * time.Second,
+			SessionGrace: 10 * time.Second, Tombstone: 600 * time.Second, Grace: 30 * time.Second,
+		},
+	}
+}
+
+// Load returns a valid configuration: the defaults, the file at path ("" for
+// none), the environment of this process, and then sets, each "key=value". A
+// fault of content is one or more [*Error], joined.
+func Load(path string, sets ...string) (*Config, error) {
+	c := Default()
+	if path != "" {
+		b, err := read(path)
+		if err != nil {
+			return nil, fmt.Errorf("read configuration: %w", err)
+		}
+		if c, err = Parse(path, b); err != nil {
+			return nil, err
+		}
+	}
+	if err := c.SetEnviron(os.Environ()); err != nil {
+		return nil, err
+	}
+	for _, s := range sets {
+		key, value, ok := strings.Cut(s, "=")
+		if !ok {
+			return nil, &Error{Where: "--set " + s, Problem: "want KEY=VALUE, such as arena.pages=1024"}
+		}
+		if err := c.Set(key, value); err != nil {
+			return nil, err
+		}
+	}
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// read returns the content of a file of at most maxDocument bytes.
+func read(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return io.ReadAll(io.LimitReader(f, maxDocument+1))
+}
+
+// Marshal returns the configuration as a document that [Parse] reads back. It
+// holds the keyring in the clear.
+func (c *Config) Marshal() ([]byte, error) { return yaml.Marshal(c) }
+
+// Geometry is what peers must agree on to exchange KV with this node. The
+// configuration must be valid.
+func (c *Config) Geometry() page.Geometry {
+	return page.Geometry{
+		Model:     c.Arena.Model,
+		Revision:  c.Arena.Revision,
+		WorldSize: c.Arena.WorldSize,
+		Layout:    c.Arena.pageLayout(),
+	}
+}
+
+// Error is one thing that is wrong.
+type Error struct {
+	Key     string // such as "arena.pages"; "" if it is not about one key
+	Where   string // "prefill.yaml:3:10", "KVFERRY_ARENA_PAGES", "--set arena.pages"; "" of a default or a missing key
+	Excerpt string // the line of the file with a mark under the place; "" if not of a file, or secret
+	Problem string // what is wrong, and what to write instead
+}
+
+func (e *Error) Error() string {
+	s := e.Problem
+	if e.Key != "" {
+		s = e.Key + ": " + s
+	}
+	if e.Where != "" {
+		s = e.Where + ": " + s
+	}
+	if e.Excerpt != "" {
+		s += "\n" + e.Excerpt
+	}
+	return s
+}
+
+// origin is where a value came from: Where and Excerpt of its errors.
+type origin struct{ where, excerpt string }
+
+// fault is an error at a key, placed where its value came from.
+func (c *Config) fault(key, format string, args ...any) *Error {
+	o := c.origins[key]
+	return &Error{Key: key, Where: o.where, Excerpt: o.excerpt, Problem: fmt.Sprintf(format, args...)}
+}
+
+func (c *Config) setOrigin(key string, o origin) {
+	if c.origins == nil {
+		c.origins = make(map[string]origin)
+	}
+	c.origins[key] = o
+}

@@ -1,0 +1,462 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvferry/kvferry/internal/page"
+)
+
+var update = flag.Bool("update", false, "rewrite the golden files")
+
+// minimal is the least that is valid.
+const minimal = `
+node: {name: n}
+arena: {model: m, pages: 64, page_size: 16, layers: 2, heads: 1, head_dim: 64}
+`
+
+// load parses and validates a document.
+func load(t *testing.T, document string) *Config {
+	t.Helper()
+	c, err := Parse("test.yaml", []byte(document))
+	if err == nil {
+		err = c.Validate()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func TestBadDocumentsSayWhereAndWhatInstead(t *testing.T) {
+	files, err := filepath.Glob("testdata/bad/*.yaml")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no documents: %v", err)
+	}
+	for _, file := range files {
+		t.Run(strings.TrimSuffix(filepath.Base(file), ".yaml"), func(t *testing.T) {
+			b, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c, err := Parse(filepath.Base(file), b)
+			if err == nil {
+				err = c.Validate()
+			}
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			if _, ok := errors.AsType[*Error](err); !ok {
+				t.Errorf("%T is not an *Error", err)
+			}
+			golden := strings.TrimSuffix(file, ".yaml") + ".golden"
+			if *update {
+				if err := os.WriteFile(golden, []byte(err.Error()+"\n"), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, readErr := os.ReadFile(golden)
+			if readErr != nil {
+				t.Fatal(readErr)
+			}
+			if got := err.Error() + "\n"; got != string(want) {
+				t.Errorf("got:\n%s\nwant:\n%s", got, want)
+			}
+		})
+	}
+}
+
+func TestGoodDocuments(t *testing.T) {
+	for name, tt := range map[string]struct {
+		document string
+		check    func(c *Config) bool
+	}{
+		"minimal": {minimal, func(c *Config) bool {
+			return c.Ports == Ports{7900, 7901, 7902, 7903} && c.Timers.Hold == 30*time.Second && c.Node.Group == "n" &&
+				c.Node.Advertise == netip.MustParseAddr("127.0.0.1") && c.Telemetry.Bind == c.Node.Bind && c.Arena.WorldSize == 1
+		}},
+		"flow style, quotes, comments": {
+			"{node: {\"name\": 'n'}, # a comment\n arena: {model: \"m\", pages: 64, page_size: 16, layers: 2, heads: 1, head_dim: 64}}",
+			func(c *Config) bool { return c.Node.Name == "n" && c.Arena.Layers == 2 },
+		},
+		"name that looks like a number": {"node: {name: 007}" + minimal[len("\nnode: {name: n}"):], func(c *Config) bool {
+			return c.Node.Name == "007"
+		}},
+		"group with all keys commented out": {minimal + "timers:\n  # hold: 1s\n", func(c *Config) bool {
+			return c.Timers.Hold == 30*time.Second
+		}},
+		"pages as a size": {strings.Replace(minimal, "pages: 64", "pages: 1MiB", 1), func(c *Config) bool {
+			return c.Geometry().Layout.Pages == 128 // of 2 x 2 x 16 x 64 x 2 bytes
+		}},
+		"pages as a size that is no multiple": {strings.Replace(minimal, "pages: 64", "pages: 17KB", 1), func(c *Config) bool {
+			return c.Geometry().Layout.Pages == 2
+		}},
+		"ranks in the middle of an engine": {strings.Replace(minimal, "pages: 64", "pages: 64, ranks: [2, 3], world_size: 8", 1), func(c *Config) bool {
+			return c.Geometry().WorldSize == 8 && slices.Equal(c.Arena.Ranks, []int{2, 3})
+		}},
+		"IPv6 seeds": {minimal + "cluster:\n  join: ['[fd00::7]:7900', node-1.example:7900]", func(c *Config) bool {
+			return len(c.Cluster.Join) == 2
+		}},
+		"any port": {minimal + "ports: {gossip: 0, peer: 0, data: 0, http: 0}", func(c *Config) bool {
+			return c.Ports == Ports{}
+		}},
+		"all addresses": {strings.Replace(minimal, "{name: n}", "{name: n, bind: '::', advertise: fd00::7}", 1), func(c *Config) bool {
+			return c.Node.Bind.IsUnspecified() && c.Node.Advertise == netip.MustParseAddr("fd00::7")
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if c := load(t, tt.document); !tt.check(c) {
+				t.Errorf("got %+v", c)
+			}
+		})
+	}
+}
+
+func TestExamplesAreValid(t *testing.T) {
+	want := page.Layout{Order: page.NHD, DType: page.BF16, Layers: 2, Pages: 1024, PageSize: 128, Heads: 2, HeadDim: 64}
+	configs := map[string]*Config{}
+	for _, name := range []string{"prefill", "decode", "local"} {
+		c, err := Load("../../configs/" + name + ".yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := c.Geometry().Layout; got != want || got.TokenBytes() != 1024 {
+			t.Errorf("%s: layout %+v, want %+v", name, got, want)
+		}
+		configs[name] = c
+	}
+	p, d := configs["prefill"], configs["decode"]
+	if diff := p.Geometry().Differences(d.Geometry()); len(diff) != 0 {
+		t.Errorf("prefill and decode differ: %v", diff)
+	}
+	if p.Node.Name == d.Node.Name || p.Cluster.Name != d.Cluster.Name {
+		t.Error("prefill and decode need two names and one cluster")
+	}
+	for _, port := range []int{p.Ports.Gossip, p.Ports.Peer, p.Ports.Data, p.Ports.HTTP} {
+		if slices.Contains([]int{d.Ports.Gossip, d.Ports.Peer, d.Ports.Data, d.Ports.HTTP}, port) {
+			t.Errorf("both use port %d", port)
+		}
+	}
+	if want := fmt.Sprintf("127.0.0.1:%d", p.Ports.Gossip); !slices.Contains(d.Cluster.Join, want) {
+		t.Errorf("decode joins %v, want %s", d.Cluster.Join, want)
+	}
+}
+
+func TestDefaultsStandAsDocumented(t *testing.T) {
+	c := Default()
+	for key, want := range map[string]any{
+		"timers.hold": c.Timers.Hold == 30*time.Second, "timers.lease": c.Timers.Lease == 20*time.Second,
+		"timers.lease_renew": c.Timers.LeaseRenew == 5*time.Second, "timers.stall": c.Timers.Stall == 2*time.Second,
+		"timers.attempts": c.Timers.Attempts == 3, "timers.max_hold": c.Timers.MaxHold == 900*time.Second,
+		"timers.session_grace": c.Timers.SessionGrace == 10*time.Second, "timers.tombstone": c.Timers.Tombstone == 600*time.Second,
+	} {
+		if want != true {
+			t.Errorf("%s is not what docs/read-safety.md says", key)
+		}
+	}
+}
+
+func TestEnvironmentAndFlagsWin(t *testing.T) {
+	t.Setenv("KVFERRY_ARENA_PAGES", "128")
+	t.Setenv("KVFERRY_TIMERS_LEASE_RENEW", "1s")
+	t.Setenv("KVFERRY_CLUSTER_JOIN", "10.0.0.1:7900, 10.0.0.2:7900")
+	t.Setenv("KVFERRY_TRANSFER_LIMITS_IN_FLIGHT", "7")
+	t.Setenv("KVFERRY_SOCKET", "/of/the/command/line")
+	path := filepath.Join(t.TempDir(), "a.yaml")
+	if err := os.WriteFile(path, []byte(minimal), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c, err := Load(path, "arena.pages=256", "node.role=decode", "cluster.preset=fast")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Arena.Pages.Count != 256 || c.Timers.LeaseRenew != time.Second || c.Transfer.Limits.InFlight != 7 || c.Node.Role != "decode" ||
+		!slices.Equal(c.Cluster.Join, []string{"10.0.0.1:7900", "10.0.0.2:7900"}) {
+		t.Errorf("got %+v", c)
+	}
+	if c, err = Load(path, "cluster.join="); err != nil || len(c.Cluster.Join) != 0 {
+		t.Errorf("an empty list: got %v, %v", c, err)
+	}
+}
+
+func TestBadOverridesNameTheirOrigin(t *testing.T) {
+	for name, tt := range map[string]struct {
+		env  string
+		sets []string
+		want string
+	}{
+		"variable with a bad value":     {env: "KVFERRY_TIMERS_HOLD=soon", want: `KVFERRY_TIMERS_HOLD: timers.hold: "soon" is not a duration; want a number and a unit, such as 30s, 500ms, or 5m`},
+		"variable out of range":         {env: "KVFERRY_ARENA_LAYERS=-1", want: `KVFERRY_ARENA_LAYERS: arena.layers: -1 is not in 1 to 1024`},
+		"variable that is no key":       {env: "KVFERRY_PORTS_GOSIP=1", want: `KVFERRY_PORTS_GOSIP: unknown variable; known are KVFERRY_PORTS_DATA, KVFERRY_PORTS_GOSSIP, KVFERRY_PORTS_HTTP, KVFERRY_PORTS_PEER`},
+		"flag with a bad value":         {sets: []string{"ports.http=http"}, want: `--set ports.http: ports.http: "http" is not a whole number`},
+		"flag out of range":             {sets: []string{"ports.http=70000"}, want: `--set ports.http: ports.http: 70000 is not a port; want 1 to 65535, or 0 for any free one`},
+		"flag that is no key":           {sets: []string{"ports.https=1"}, want: `--set ports.https: unknown key "https" in ports; known are gossip, peer, data, http`},
+		"flag that is a group":          {sets: []string{"ports=1"}, want: `--set ports: ports is a group; set one of its keys: gossip, peer, data, http`},
+		"flag below a key":              {sets: []string{"ports.http.x=1"}, want: `--set ports.http.x: ports.http has no keys below it`},
+		"flag without a value":          {sets: []string{"ports.http"}, want: `--set ports.http: want KEY=VALUE, such as arena.pages=1024`},
+		"flag with too many elements":   {sets: []string{"cluster.join=" + strings.Repeat("a:1,", 64) + "a:1"}, want: `--set cluster.join: cluster.join: has 65 elements, want at most 64`},
+		"secret in a flag is not shown": {sets: []string{"cluster.keyring=hunter2"}, want: `--set cluster.keyring: cluster.keyring: key is not base64; make one with: head -c 32 /dev/urandom | base64`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "a.yaml")
+			if err := os.WriteFile(path, []byte(minimal), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if name, value, ok := strings.Cut(tt.env, "="); ok {
+				t.Setenv(name, value)
+			}
+			_, err := Load(path, tt.sets...)
+			if err == nil || err.Error() != tt.want {
+				t.Errorf("got  %v\nwant %s", err, tt.want)
+			}
+		})
+	}
+}
+
+func TestLoadWithoutAFile(t *testing.T) {
+	t.Setenv("XDG_RUNTIME_DIR", "/run/user/7")
+	c, err := Load("", "node.name=n", "arena.model=m", "arena.pages=64", "arena.page_size=16", "arena.layers=1", "arena.heads=1", "arena.head_dim=8")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := "/run/user/7/kvferry/n.sock"; c.Node.Socket != want {
+		t.Errorf("socket %s, want %s", c.Node.Socket, want)
+	}
+	t.Setenv("XDG_RUNTIME_DIR", "")
+	c.Node.Socket = ""
+	if err := c.Validate(); err != nil || c.Node.Socket != "/run/kvferry/n.sock" {
+		t.Errorf("socket %s, %v", c.Node.Socket, err)
+	}
+	if _, err := Load(filepath.Join(t.TempDir(), "none.yaml")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("got %v, want that it does not exist", err)
+	}
+}
+
+func TestNameDefaultsToTheHost(t *testing.T) {
+	host, err := os.Hostname()
+	if err != nil {
+		t.Skipf("no host name: %v", err)
+	}
+	c, err := Parse("", []byte(strings.Replace(minimal, "node: {name: n}", "", 1)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	if c.Node.Name != host {
+		t.Errorf("name %q, want %q", c.Node.Name, host)
+	}
+}
+
+// Every key can be set, stands in Marshal's document, and has a variable of its own.
+func TestEveryKeyIsReachable(t *testing.T) {
+	values := map[string]string{
+		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
+		"arena.pages": "3GiB", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
+		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.limits.rate": "1MB", "cluster.join": "a:1", "cluster.preset": "fast",
+		"cluster.keyring": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
+		"timers.lease_renew": "2s", "timers.backoff_min": "1s", "transfer.limits.dial": "1m1s", "transfer.limits.base": "1m1s",
+	}
+	var c Config
+	variables := map[string]bool{}
+	for i, key := range Keys() {
+		value, ok := values[key]
+		switch {
+		case ok:
+		case strings.HasPrefix(key, "timers."):
+			value = "7s"
+		case strings.HasPrefix(key, "ports."), strings.HasPrefix(key, "arena."), key == "transfer.limits.in_flight":
+			value = fmt.Sprint(1000 + i)
+			if key != "arena.model" && key != "arena.revision" {
+				value = fmt.Sprint(100 + i)
+			}
+		default:
+			value = "x"
+		}
+		if variables[variable(key)] {
+			t.Errorf("two keys have the variable %s", variable(key))
+		}
+		variables[variable(key)] = true
+		before, err := c.Marshal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.SetEnviron([]string{variable(key) + "=" + value}); err != nil {
+			t.Fatal(err)
+		}
+		after, err := c.Marshal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if bytes.Equal(before, after) {
+			t.Errorf("%s = %s does not show in\n%s", key, value, after)
+		}
+	}
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	roundTrip(t, &c)
+}
+
+// roundTrip checks that a configuration survives its document.
+func roundTrip(t *testing.T, c *Config) {
+	t.Helper()
+	b, err := c.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := Parse("again.yaml", b)
+	if err != nil {
+		t.Fatalf("%v\n%s", err, b)
+	}
+	plain := func(c *Config) Config {
+		p := *c
+		p.origins = nil
+		if len(p.Cluster.Join) == 0 {
+			p.Cluster.Join = nil
+		}
+		if len(p.Cluster.Keyring) == 0 {
+			p.Cluster.Keyring = nil
+		}
+		return p
+	}
+	if got, want := plain(again), plain(c); !reflect.DeepEqual(got, want) {
+		t.Errorf("got  %+v\nwant %+v\nin\n%s", got, want, b)
+	}
+}
+
+func TestKeysDoNotPrint(t *testing.T) {
+	c := load(t, minimal+"cluster: {keyring: [c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2U=]}")
+	for _, format := range []string{"%v", "%+v", "%#v", "%s", "%x", "%q"} {
+		text := fmt.Sprintf(format, *c)
+		if strings.Contains(text, "secret") || strings.Contains(text, "c2Vj") || strings.Contains(text, "736563") || strings.Contains(text, "0x73, 0x65") {
+			t.Errorf("%s shows the key: %s", format, text)
+		}
+	}
+	if len(c.Cluster.Keyring[0]) != KeyBytes {
+		t.Errorf("key has %d bytes", len(c.Cluster.Keyring[0]))
+	}
+	roundTrip(t, c)
+
+	err := c.Set("node.role", "x")
+	if err == nil {
+		err = c.Validate()
+	}
+	_, bad := Parse("a.yaml", []byte("cluster: {keyring: [c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2U=], x: 1}"))
+	for _, err := range []error{err, bad} {
+		if err == nil || strings.Contains(err.Error(), "c2Vj") {
+			t.Errorf("got %v, want an error without the key", err)
+		}
+	}
+}
+
+func TestSize(t *testing.T) {
+	for text, want := range map[string]Size{
+		"0": 0, "1": 1, "1024": 1024, "1KiB": 1024, "1kib": 1024, "2 GiB": 2 << 30, "3TiB": 3 << 40, "10MB": 10_000_000, "5GB": 5e9,
+		"7B": 7, "8388607TiB": 8388607 << 40,
+	} {
+		var s Size
+		if err := s.UnmarshalText([]byte(text)); err != nil || s != want {
+			t.Errorf("%q = %d, %v; want %d", text, s, err, want)
+		}
+		var again Size
+		if err := again.UnmarshalText([]byte(s.String())); err != nil || again != s {
+			t.Errorf("%q prints as %q, which reads as %d, %v", text, s, again, err)
+		}
+	}
+	for _, text := range []string{"", " ", "GiB", "-1", "+1", "1.5GiB", "1e9", "0x10", "1 2", "1XB", "1Gi", "8388608TiB", "99999999999999999999"} {
+		var s Size
+		if err := s.UnmarshalText([]byte(text)); err == nil {
+			t.Errorf("%q = %d, want an error", text, s)
+		}
+		var p Pages
+		if err := p.UnmarshalText([]byte(text)); err == nil && text != "1e9" {
+			t.Errorf("pages %q = %v, want an error", text, p)
+		}
+	}
+}
+
+func TestHostileDocuments(t *testing.T) {
+	for name, b := range map[string][]byte{
+		"too long":      bytes.Repeat([]byte("#"), maxDocument+1),
+		"not text":      {0xff, 0xfe, 0},
+		"deep sequence": bytes.Repeat([]byte("["), maxDocument),
+		"deep mapping":  bytes.Repeat([]byte("{a: "), maxDocument/4),
+		"deep block":    bytes.Repeat([]byte("- "), maxDocument/2),
+		"deep keys":     bytes.Repeat([]byte("? "), maxDocument/2),
+		"steps": func() (b []byte) {
+			for depth := 0; len(b)+depth+3 < maxDocument; depth++ {
+				b = append(append(b, bytes.Repeat([]byte(" "), depth)...), "a:\n"...)
+			}
+			return b
+		}(),
+		"many documents": bytes.Repeat([]byte("---\na\n"), maxDocument/60),
+		"long line":      append([]byte("node: {name: "), bytes.Repeat([]byte("x"), 60000)...),
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, err := Parse("a.yaml", b)
+			if err == nil {
+				err = c.Validate()
+			}
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			if len(err.Error()) > 4096 {
+				t.Errorf("the error has %d bytes", len(err.Error()))
+			}
+		})
+	}
+}
+
+// Nothing crashes the parser, faults are *Error, and what is valid survives
+// its own document.
+func FuzzParse(f *testing.F) {
+	f.Add([]byte(minimal))
+	for _, pattern := range []string{"testdata/bad/*.yaml", "../../configs/*.yaml"} {
+		files, err := filepath.Glob(pattern)
+		if err != nil || len(files) == 0 {
+			f.Fatalf("no seeds: %v", err)
+		}
+		for _, file := range files {
+			b, err := os.ReadFile(file)
+			if err != nil {
+				f.Fatal(err)
+			}
+			f.Add(b)
+		}
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c, err := Parse("fuzz.yaml", b)
+		if err == nil {
+			err = c.Validate()
+		}
+		if err != nil {
+			if _, ok := errors.AsType[*Error](err); !ok {
+				t.Fatalf("%T: %v", err, err)
+			}
+			return
+		}
+		roundTrip(t, c)
+	})
+}
+
+func ExampleLoad() {
+	c, err := Load("../../configs/prefill.yaml", "arena.pages=2GiB", "ports.http=0")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	fmt.Println(c.Node.Name, c.Geometry().Layout.Pages)
+	// Output: prefill 16384
+}

@@ -1,0 +1,318 @@
+package config
+
+import (
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
+)
+
+// Transports are the transports that may be named in transfer.transports.
+func Transports() []string { return []string{"tcp"} }
+
+// maxSocket is the longest path of a unix socket, less the ".fd" of the socket
+// that hands out descriptors.
+const maxSocket = 107 - len(".fd")
+
+// maxTimer bounds every duration.
+const maxTimer = 24 * time.Hour
+
+// Validate fills in the defaults that follow from other keys, and checks
+// everything. The error joins one [*Error] for each thing that is wrong.
+func (c *Config) Validate() error {
+	v := validation{config: c}
+	v.node()
+	v.ports()
+	v.arena()
+	v.transfer()
+	v.cluster()
+	v.timers()
+	if !c.Telemetry.Bind.IsValid() {
+		c.Telemetry.Bind = c.Node.Bind
+	}
+	return errors.Join(v.errs...)
+}
+
+// validation gathers what is wrong.
+type validation struct {
+	config *Config
+	errs   []error
+}
+
+func (v *validation) wrong(key, format string, args ...any) {
+	v.errs = append(v.errs, v.config.fault(key, format, args...))
+}
+
+// oneOf checks a word.
+func (v *validation) oneOf(key, value string, want ...string) {
+	if !slices.Contains(want, value) {
+		v.wrong(key, "unknown %.80q; want %s", value, strings.Join(want, ", "))
+	}
+}
+
+// upTo checks a number: at least 1.
+func (v *validation) upTo(key string, n, most int) {
+	switch {
+	case n >= 1 && n <= most:
+	case n == 0 && v.config.origins[key] == origin{}:
+		v.wrong(key, "is missing; want 1 to %d", most)
+	default:
+		v.wrong(key, "%d is not in 1 to %d", n, most)
+	}
+}
+
+// name checks what stands in addresses, files, and logs.
+func (v *validation) name(key, value string) {
+	if id.Node(value).Validate() != nil {
+		v.wrong(key, "%.80q is not a name; want 1 to %d letters, digits, '-', '_', or '.'", value, id.MaxNode)
+	}
+}
+
+// DefaultSocket is where a node of that name has its engine socket unless
+// node.socket says otherwise.
+func DefaultSocket(name string) string {
+	run := os.Getenv("XDG_RUNTIME_DIR")
+	if run == "" {
+		run = "/run"
+	}
+	return filepath.Join(run, "kvferry", name+".sock")
+}
+
+func (v *validation) node() {
+	n := &v.config.Node
+	if n.Name == "" {
+		host, err := os.Hostname()
+		if err != nil || id.Node(host).Validate() != nil {
+			v.wrong("node.name", "is missing, and the host's name %.80q cannot serve; want 1 to %d letters, digits, '-', '_', or '.'", host, id.MaxNode)
+			host = "-"
+		}
+		n.Name = host
+	} else {
+		v.name("node.name", n.Name)
+	}
+	if n.Group == "" {
+		n.Group = n.Name
+	} else {
+		v.name("node.group", n.Group)
+	}
+	v.oneOf("node.role", n.Role, "prefill", "decode", "both")
+
+	if !n.Bind.IsValid() {
+		v.wrong("node.bind", "is empty; want an address of this machine, or 0.0.0.0 for all of them")
+	}
+	switch {
+	case n.Advertise.IsValid():
+		if n.Advertise.IsUnspecified() || n.Advertise.Zone() != "" || n.Advertise.IsMulticast() {
+			v.wrong("node.advertise", "%s cannot be dialled; want the address at which other nodes reach this one", n.Advertise)
+		}
+	case n.Bind.IsUnspecified():
+		v.wrong("node.advertise", "is missing, and node.bind is %s, which nobody can dial; want the address at which other nodes reach this one", n.Bind)
+	default:
+		n.Advertise = n.Bind
+	}
+
+	if n.Socket == "" {
+		n.Socket = DefaultSocket(n.Name)
+	}
+	if len(n.Socket) > maxSocket {
+		v.wrong("node.socket", "%q has %d bytes, and a unix socket's path may have %d here; want a shorter one", n.Socket, len(n.Socket), maxSocket)
+	}
+}
+
+func (v *validation) ports() {
+	p := v.config.Ports
+	taken := map[int]string{}
+	for _, port := range []struct {
+		key    string
+		number int
+	}{{"ports.gossip", p.Gossip}, {"ports.peer", p.Peer}, {"ports.data", p.Data}, {"ports.http", p.HTTP}} {
+		if port.number < 0 || port.number > 65535 {
+			v.wrong(port.key, "%d is not a port; want 1 to 65535, or 0 for any free one", port.number)
+			continue
+		}
+		if other, ok := taken[port.number]; ok && port.number != 0 {
+			v.wrong(port.key, "%d is also %s; want four different ports", port.number, other)
+		}
+		taken[port.number] = port.key
+	}
+}
+
+func (v *validation) arena() {
+	a := &v.config.Arena
+	before := len(v.errs)
+	switch {
+	case len(a.Ranks) == 0:
+		v.wrong("arena.ranks", "is empty; want the local ranks, such as [0]")
+	case !slices.IsSorted(a.Ranks) || len(slices.Compact(slices.Clone(a.Ranks))) != len(a.Ranks):
+		v.wrong("arena.ranks", "%v is not ascending", a.Ranks)
+	case a.Ranks[0] < 0 || a.Ranks[len(a.Ranks)-1] >= id.MaxRanks:
+		v.wrong("arena.ranks", "%v is not within 0 to %d", a.Ranks, id.MaxRanks-1)
+	default:
+		last := a.Ranks[len(a.Ranks)-1]
+		if a.WorldSize == 0 && v.config.origins["arena.world_size"] == (origin{}) {
+			a.WorldSize = last + 1
+		}
+		if a.WorldSize <= last || a.WorldSize > id.MaxRanks {
+			v.wrong("arena.world_size", "%d is not in %d to %d: the last local rank is %d", a.WorldSize, last+1, id.MaxRanks, last)
+		}
+	}
+	v.oneOf("arena.memory", a.Memory, "host")
+	v.oneOf("arena.huge_pages", a.HugePages, "auto", "never")
+	if a.Model == "" {
+		v.wrong("arena.model", "is missing; want the model's name: nodes of different models exchange no KV")
+	}
+	for _, f := range []struct{ key, value string }{{"arena.model", a.Model}, {"arena.revision", a.Revision}} {
+		if len(f.value) > page.MaxModel || !utf8.ValidString(f.value) {
+			v.wrong(f.key, "%.80q has %d bytes, want at most %d of UTF-8", f.value, len(f.value), page.MaxModel)
+		}
+	}
+	v.upTo("arena.page_size", a.PageSize, page.MaxPageSize)
+	v.upTo("arena.layers", a.Layers, page.MaxLayers)
+	v.upTo("arena.heads", a.Heads, page.MaxHeads)
+	v.upTo("arena.head_dim", a.HeadDim, page.MaxHeadDim)
+	if _, err := page.ParseDType(a.DType); err != nil {
+		v.oneOf("arena.dtype", a.DType, page.BF16.String(), page.FP16.String(), page.FP32.String(), page.FP8E4M3.String(), page.FP8E5M2.String())
+	}
+	if _, err := page.ParseOrder(a.Layout); err != nil {
+		v.oneOf("arena.layout", a.Layout, page.NHD.String(), page.HND.String())
+	}
+	if len(v.errs) > before {
+		return // what a page holds is not known
+	}
+
+	l := a.pageLayout()
+	const least = 2 // the sink, and one to use
+	switch {
+	case a.Pages == Pages{}:
+		v.wrong("arena.pages", "is missing; want a number of pages, such as 1024, or a size, such as 2GiB; one page is %s", Size(l.PageBytes()))
+	case l.Pages < least:
+		v.wrong("arena.pages", "%s is less than %d pages of %s", a.Pages, least, Size(l.PageBytes()))
+	case l.Pages > page.MaxPages:
+		v.wrong("arena.pages", "%s is %d pages of %s, want at most %d; larger pages would do", a.Pages, l.Pages, Size(l.PageBytes()), page.MaxPages)
+	default:
+		if err := v.config.Geometry().Validate(); err != nil {
+			v.wrong("arena.pages", "%s: %v", a.Pages, err)
+		}
+	}
+}
+
+// pageLayout is the layout of one rank. Names that are not valid give 0.
+func (a Arena) pageLayout() page.Layout {
+	order, _ := page.ParseOrder(a.Layout) // Validate has reported it
+	dtype, _ := page.ParseDType(a.DType)
+	l := page.Layout{
+		Order: order, DType: dtype, Layers: a.Layers, Pages: a.Pages.Count,
+		PageSize: a.PageSize, Heads: a.Heads, HeadDim: a.HeadDim,
+	}
+	if a.Pages.Size > 0 && l.PageBytes() > 0 {
+		l.Pages = int(int64(a.Pages.Size) / l.PageBytes())
+	}
+	return l
+}
+
+func (v *validation) transfer() {
+	t := v.config.Transfer
+	if len(t.Transports) == 0 {
+		v.wrong("transfer.transports", "is empty; want some of %s", strings.Join(Transports(), ", "))
+	}
+	for i, name := range t.Transports {
+		v.oneOf("transfer.transports", name, Transports()...)
+		if slices.Contains(t.Transports[:i], name) {
+			v.wrong("transfer.transports", "%q stands twice", name)
+		}
+	}
+	if t.Require != "" && !slices.Contains(t.Transports, t.Require) {
+		v.wrong("transfer.require", "%.80q is not one of transfer.transports %v", t.Require, t.Transports)
+	}
+	v.upTo("transfer.limits.in_flight", t.Limits.InFlight, 4096)
+	v.timer("transfer.limits.dial", t.Limits.Dial)
+	v.timer("transfer.limits.base", t.Limits.Base)
+	if t.Limits.Rate < 1 {
+		v.wrong("transfer.limits.rate", "%s is no rate; want bytes a second, such as 10MB", t.Limits.Rate)
+	}
+}
+
+func (v *validation) cluster() {
+	c := v.config.Cluster
+	v.name("cluster.name", c.Name)
+	for _, seed := range c.Join {
+		if !hostPort(seed) {
+			v.wrong("cluster.join", "%.80q is not host:port, such as 192.0.2.7:7900 or [fd00::7]:7900", seed)
+		}
+	}
+	v.oneOf("cluster.preset", c.Preset, "default", "fast")
+}
+
+// hostPort tells whether s is a host's name or address, and a port. It looks
+// nothing up.
+func hostPort(s string) bool {
+	if at, err := netip.ParseAddrPort(s); err == nil {
+		return at.Port() != 0
+	}
+	i := strings.LastIndexByte(s, ':')
+	if i < 1 || i > 253 {
+		return false
+	}
+	for _, c := range s[:i] {
+		switch {
+		case c >= 'a' && c <= 'z', c >= 'A' && c <= 'Z', c >= '0' && c <= '9', c == '-', c == '.', c == '_':
+		default:
+			return false
+		}
+	}
+	port, err := strconv.ParseUint(s[i+1:], 10, 16)
+	return err == nil && port != 0
+}
+
+// timer checks a duration: more than nothing, and at most a day.
+func (v *validation) timer(key string, d time.Duration) {
+	if d <= 0 || d > maxTimer {
+		v.wrong(key, "%v is not in 1ns to %v", d, maxTimer)
+	}
+}
+
+func (v *validation) timers() {
+	t := v.config.Timers
+	before := len(v.errs)
+	for _, timer := range []struct {
+		key string
+		d   time.Duration
+	}{
+		{"timers.hold", t.Hold},
+		{"timers.max_hold", t.MaxHold},
+		{"timers.lease", t.Lease},
+		{"timers.lease_renew", t.LeaseRenew},
+		{"timers.stall", t.Stall},
+		{"timers.backoff_min", t.BackoffMin},
+		{"timers.backoff_max", t.BackoffMax},
+		{"timers.session_grace", t.SessionGrace},
+		{"timers.tombstone", t.Tombstone},
+		{"timers.grace", t.Grace},
+	} {
+		v.timer(timer.key, timer.d)
+	}
+	v.upTo("timers.attempts", t.Attempts, 100)
+	if len(v.errs) > before {
+		return
+	}
+	if t.LeaseRenew > t.Lease/2 {
+		v.wrong("timers.lease_renew", "%v is more than half of timers.lease (%v): one lost renewal would end the lease", t.LeaseRenew, t.Lease)
+	}
+	if t.Hold > t.MaxHold {
+		v.wrong("timers.hold", "%v is longer than timers.max_hold (%v)", t.Hold, t.MaxHold)
+	}
+	if t.Lease > t.MaxHold {
+		v.wrong("timers.lease", "%v is longer than timers.max_hold (%v)", t.Lease, t.MaxHold)
+	}
+	if t.BackoffMin > t.BackoffMax {
+		v.wrong("timers.backoff_min", "%v is longer than timers.backoff_max (%v)", t.BackoffMin, t.BackoffMax)
+	}
+}
