@@ -1,0 +1,60 @@
+# Every task, one help line each. `make` prints them.
+
+TAGS  = $(shell scripts/tags.sh)
+TOOL  = go tool -modfile=.ci/tools.mod
+LINT  = $(TOOL) golangci-lint
+SOAK ?= 10m
+FUZZ ?= 60s
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test race check fuzz bench soak test-rdma generate docs clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+build: ## the one binary, bin/kvferry
+	@scripts/deps.sh build
+	go build -trimpath -tags "$(TAGS)" -o bin/kvferry ./cmd/kvferry
+
+demo: build ## two prefill and two decode processes, a trace through them, every byte checked
+	@scripts/with-cluster.sh --prefill 2 --decode 2 -c configs/local.yaml -- replay configs/traces/demo.jsonl
+
+test: ## all tests, the race detector included (some minutes; scripts/test.sh runs parts of it)
+	@scripts/deps.sh test || scripts/deps.sh build
+	@scripts/test.sh
+
+race: ## the Go tests alone, under the race detector, not from the cache
+	go test -race -count=1 -timeout 15m -tags "$(TAGS)" ./...
+
+check: ## format, lint, import table, and that go.mod and generated code are as they would be made
+	$(LINT) config verify -c .ci/golangci.yml
+	$(LINT) fmt -c .ci/golangci.yml --diff
+	$(LINT) run -c .ci/golangci.yml
+	$(LINT) run -c .ci/golangci.yml --build-tags cuda,rdma
+	go mod tidy -diff
+	go test -count=1 ./internal/layers
+	scripts/generated.sh
+
+fuzz: ## every fuzz test for FUZZ=60s
+	scripts/fuzz.sh $(FUZZ)
+
+bench: build ## the figures of docs/benchmarks.md
+	@scripts/deps.sh bench
+	scripts/with-cluster.sh --prefill 1 --decode 1 -- bench -o markdown
+	go test -run '^$$' -bench . -benchmem ./internal/page ./transfer ./manager ./api/wire
+
+soak: ## the random tests for SOAK=10m each, under the race detector
+	go test -race -count=1 -timeout 0 $$(grep -lrs '"soak"' --include=*_test.go . | xargs -n1 dirname | sort -u) -soak=$(SOAK)
+
+test-rdma: ## the tests of RDMA in a throw-away machine with Soft-RoCE devices
+	@scripts/deps.sh test
+	KVFERRY_RDMA_DEVICE=rxe0 KVFERRY_VM_PASS=KVFERRY_RDMA_DEVICE go test -count=1 -v -exec "$(CURDIR)/scripts/vm.sh" ./rdma
+
+generate: ## api/kvferrypb from its .proto files
+	cd api && go tool -modfile=../.ci/tools.mod buf generate
+
+docs: ## docs/cli from the commands
+	go test ./cmd/kvferry -count=1 -run TestDocs -update
+
+clean: ## removes what the targets made
+	rm -rf bin
