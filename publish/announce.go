@@ -1,0 +1,117 @@
+package publish
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"math/bits"
+	"slices"
+	"time"
+
+	"github.com/kvferry/kvferry/api/wire"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
+	"github.com/kvferry/kvferry/manager"
+)
+
+// toWire is the part of an announcement that comes from the publication. Page
+// lists that are equal go in once.
+func toWire(p manager.Publication) (wire.Announcement, error) {
+	a := wire.Announcement{
+		Request: p.Request.Hash(), ContentEpoch: p.ContentEpoch, Final: p.Final,
+		Refs: make([]wire.Ref, 0, len(p.Streams)), Lists: make([][]page.Index, 0, 1),
+	}
+	if err := p.Request.Validate(); err != nil {
+		return a, err
+	}
+	pages := 0
+	for _, s := range p.Streams {
+		r := wire.Ref{Label: s.Label, Start: s.Start, Tokens: s.Tokens, State: uint8(s.State), List: -1}
+		for _, rank := range s.Ranks {
+			if err := rank.Validate(); err != nil {
+				return a, fmt.Errorf("label %q: %w", string(s.Label), err)
+			}
+			r.RankMask |= 1 << rank
+		}
+		r.List = slices.IndexFunc(a.Lists, func(l []page.Index) bool { return slices.Equal(l, s.Pages) })
+		if r.List < 0 {
+			r.List = len(a.Lists)
+			a.Lists = append(a.Lists, s.Pages)
+			pages += len(s.Pages)
+		}
+		a.Refs = append(a.Refs, r)
+	}
+	if pages > wire.MaxPages {
+		return a, fmt.Errorf("%d pages, at most %d: %w", pages, wire.MaxPages, ErrFull)
+	}
+	a.Pages = uint32(pages)
+	a.Digest = wire.Digest(a.Refs, a.Lists)
+	return a, nil
+}
+
+// fromWire is the publication of an announcement; its pages are nil if the
+// lists did not come along.
+func fromWire(a *wire.Announcement) manager.Publication {
+	p := manager.Publication{
+		ContentEpoch: a.ContentEpoch, Final: a.Final,
+		Streams: make([]manager.Stream, len(a.Refs)),
+	}
+	for i := range a.Refs {
+		r := &a.Refs[i]
+		s := manager.Stream{
+			Label: r.Label, Ranks: make([]id.Rank, 0, bits.OnesCount64(r.RankMask)),
+			Start: r.Start, Tokens: r.Tokens, State: manager.State(r.State),
+		}
+		for m := r.RankMask; m != 0; m &= m - 1 {
+			s.Ranks = append(s.Ranks, id.Rank(bits.TrailingZeros64(m)))
+		}
+		if a.Lists != nil {
+			s.Pages = a.Lists[r.List]
+		}
+		p.Streams[i] = s
+	}
+	slices.SortFunc(p.Streams, func(a, b manager.Stream) int {
+		return cmp.Or(cmp.Compare(a.Label, b.Label), cmp.Compare(a.Ranks[0], b.Ranks[0]))
+	})
+	return p
+}
+
+// withoutPages returns copies of the streams; others may be reading them.
+func withoutPages(streams []manager.Stream) []manager.Stream {
+	streams = slices.Clone(streams)
+	for i := range streams {
+		streams[i].Pages = nil
+	}
+	return streams
+}
+
+// shrinks names a stream of old that grown lacks or has with less tokens.
+func shrinks(old, grown []manager.Stream) (label id.Label, rank id.Rank, ok bool) {
+	type key struct {
+		label id.Label
+		rank  id.Rank
+	}
+	tokens := make(map[key]int, len(grown))
+	for _, s := range grown {
+		for _, r := range s.Ranks {
+			tokens[key{s.Label, r}] = s.Tokens
+		}
+	}
+	for _, s := range old {
+		for _, r := range s.Ranks {
+			if n, ok := tokens[key{s.Label, r}]; !ok || n < s.Tokens {
+				return s.Label, r, true
+			}
+		}
+	}
+	return "", 0, false
+}
+
+// ttl is what is left until end, in milliseconds, rounded up.
+func ttl(now, end time.Time) uint32 {
+	left := end.Sub(now)
+	if left <= 0 {
+		return 0
+	}
+	return uint32(min(int64((left+time.Millisecond-1)/time.Millisecond), math.MaxUint32))
+}
