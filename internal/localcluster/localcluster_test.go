@@ -1,0 +1,503 @@
+package localcluster
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvferry/kvferry/internal/config"
+)
+
+// root is a short path: sockets lie below it.
+func root(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "lc")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	t.Setenv("XDG_RUNTIME_DIR", dir)
+	return filepath.Join(dir, "kvferry", "local")
+}
+
+func options(sets ...string) Options {
+	return Options{Prefill: 1, Decode: 2, Set: append([]string{"arena.pages=4"}, sets...), Timeout: 20 * time.Second}
+}
+
+func deadline(t *testing.T, d time.Duration) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func up(t *testing.T, o Options) *Cluster {
+	t.Helper()
+	ctx := deadline(t, 30*time.Second)
+	c, err := Up(ctx, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Down(context.Background()); err != nil {
+			t.Errorf("down: %v", err)
+		}
+	})
+	return c
+}
+
+// nothingLeft fails if a process of the nodes runs or the root is there.
+func nothingLeft(t *testing.T, root string, nodes []Node) {
+	t.Helper()
+	for _, n := range nodes {
+		if n.Alive() {
+			t.Errorf("node %s runs with pid %d", n.Node, n.PID)
+		}
+	}
+	if left, err := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(root)), "*")); len(left) > 0 || err != nil {
+		t.Errorf("left behind: %v %v", left, err)
+	}
+}
+
+// processes counts the agents whose configuration lies below root.
+func processes(t *testing.T, root string) int {
+	t.Helper()
+	all, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for _, path := range all {
+		line, err := os.ReadFile(path) // of a zombie it is empty
+		if err == nil && strings.Contains(string(line), root) {
+			n++
+		}
+	}
+	return n
+}
+
+func TestUpAndDown(t *testing.T) {
+	dir := root(t)
+	c := up(t, options())
+	nodes := c.Nodes()
+	var names []string
+	for _, n := range nodes {
+		names = append(names, n.Node)
+		if !n.Alive() {
+			t.Errorf("node %s does not run", n.Node)
+		}
+		if sid, _ := unix.Getsid(n.PID); sid != n.PID {
+			t.Errorf("node %s is in session %d, want one of its own, %d", n.Node, sid, n.PID)
+		}
+		i, err := os.Stat(n.Config())
+		if err != nil || i.Mode().Perm() != 0o600 {
+			t.Errorf("configuration of %s: %v %v, want mode 0600", n.Node, i.Mode(), err)
+		}
+	}
+	if got := strings.Join(names, " "); got != "prefill-0 decode-0 decode-1" {
+		t.Errorf("nodes %s", got)
+	}
+	conf, err := config.Load(nodes[2].Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(conf.Cluster.Join) != 1 || conf.Cluster.Join[0] != nodes[0].Gossip.String() || conf.Node.Role != "decode" || conf.Arena.Pages.Count != 4 {
+		t.Errorf("decode-1 joins %v as %s with %s pages, want the seed %v", conf.Cluster.Join, conf.Node.Role, conf.Arena.Pages, nodes[0].Gossip)
+	}
+	i, err := os.Stat(filepath.Join(dir, DefaultName))
+	if err != nil || i.Mode().Perm() != 0o700 {
+		t.Errorf("directory: %v %v, want mode 0700", i.Mode(), err)
+	}
+
+	loaded, err := Load(DefaultName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n, ok := loaded.Node("decode-1"); !ok || n != nodes[2] {
+		t.Errorf("loaded %+v, want %+v", n, nodes[2])
+	}
+	if got := loaded.Sockets("decode"); len(got) != 2 || got[0] != nodes[1].Engine {
+		t.Errorf("sockets of decode nodes: %v", got)
+	}
+	for _, s := range loaded.Status(t.Context()) {
+		if s.State() != StateReady || s.Status.GetNode() != s.Node.Node {
+			t.Errorf("node %s is %s: %v", s.Node.Node, s.State(), s.Err)
+		}
+	}
+	if err := loaded.Down(deadline(t, 20*time.Second)); err != nil {
+		t.Error(err)
+	}
+	nothingLeft(t, dir, nodes)
+	if _, err := Load(DefaultName); !errors.Is(err, ErrNotUp) {
+		t.Errorf("load after down: %v, want ErrNotUp", err)
+	}
+}
+
+func TestUpTwice(t *testing.T) {
+	root(t)
+	c := up(t, options())
+	_, err := Up(deadline(t, 20*time.Second), options())
+	if !errors.Is(err, ErrUp) {
+		t.Errorf("second up: %v, want ErrUp", err)
+	}
+	for _, n := range c.Nodes() {
+		if !n.Alive() {
+			t.Errorf("the second up ended node %s", n.Node)
+		}
+	}
+	o := options()
+	o.Name = "other"
+	other := up(t, o)
+	if a, b := c.Nodes()[0].PID, other.Nodes()[0].PID; a == b {
+		t.Errorf("two clusters share pid %d", a)
+	}
+}
+
+func TestFailureOfOneNodeTearsDown(t *testing.T) {
+	for name, tt := range map[string]struct {
+		model   string
+		timeout time.Duration
+		want    []string // in the error
+	}{
+		"seed dies":      {model: "die prefill-0", want: []string{"prefill-0 ended before it was ready", "prefill-0 has no wish to live"}},
+		"last node dies": {model: "die decode-1", want: []string{"decode-1 ended before it was ready", "decode-1 has no wish to live"}},
+		"no ready line":  {model: "mute decode-0", timeout: time.Second, want: []string{"decode-0", "not up within 1s", "hello from decode-0"}},
+		"another line":   {model: "garbage decode-0", want: []string{"decode-0", "read ready line"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := root(t)
+			o := options("arena.model=" + tt.model)
+			if tt.timeout > 0 {
+				o.Timeout = tt.timeout
+			}
+			c, err := Up(deadline(t, 30*time.Second), o)
+			if err == nil {
+				_ = c.Down(context.Background())
+				t.Fatal("up")
+			}
+			for _, want := range tt.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not say %q", err, want)
+				}
+			}
+			if n := processes(t, dir); n > 0 {
+				t.Errorf("%d processes run", n)
+			}
+			nothingLeft(t, dir, nil)
+		})
+	}
+}
+
+func TestUpEndsWithItsContext(t *testing.T) {
+	dir := root(t)
+	ctx, cancel := context.WithCancelCause(t.Context())
+	interrupted := errors.New("interrupted")
+	watch := make(chan struct{})
+	go func() {
+		defer close(watch)
+		_ = WaitFor(deadline(t, 20*time.Second), 10*time.Millisecond, func() error {
+			if r, err := readRecord(filepath.Join(dir, DefaultName)); err != nil || len(r.Nodes) < 2 {
+				return errors.New("not begun")
+			}
+			return nil
+		})
+		cancel(interrupted)
+	}()
+	_, err := Up(ctx, options("arena.model=mute decode-0"))
+	<-watch
+	if !errors.Is(err, interrupted) {
+		t.Errorf("up: %v, want the context's cause", err)
+	}
+	if n := processes(t, dir); n > 0 {
+		t.Errorf("%d processes run", n)
+	}
+	nothingLeft(t, dir, nil)
+}
+
+func TestDownKillsTheStubborn(t *testing.T) {
+	dir := root(t)
+	o := options("arena.model=stubborn decode-0")
+	c, err := Up(deadline(t, 30*time.Second), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	nodes := c.Nodes()
+	ctx := deadline(t, 500*time.Millisecond)
+	err = c.Down(ctx)
+	if err == nil || !strings.Contains(err.Error(), "decode-0 did not end after SIGTERM") {
+		t.Errorf("down: %v, want it to name decode-0", err)
+	}
+	nothingLeft(t, dir, nodes)
+}
+
+func TestDownSignalsOnlyItsOwnProcesses(t *testing.T) {
+	root(t)
+	c := up(t, options())
+	// A stranger that has the pid of decode-1 now.
+	stranger := exec.Command("sleep", "60")
+	if err := stranger.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = stranger.Process.Kill(); _ = stranger.Wait() }()
+	n, _ := c.Node("decode-1")
+	if err := c.Kill("decode-1", syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Wait(deadline(t, 10*time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	n.PID = stranger.Process.Pid
+	if err := c.put(n); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Kill("decode-1", syscall.SIGKILL); !errors.Is(err, errGone) {
+		t.Errorf("kill of another's pid: %v, want errGone", err)
+	}
+	if s := c.Status(t.Context())[2]; s.State() != StateDown {
+		t.Errorf("node with another's pid is %s", s.State())
+	}
+	if err := c.Down(deadline(t, 20*time.Second)); err != nil {
+		t.Error(err)
+	}
+	if _, _, err := status(stranger.Process.Pid); err != nil {
+		t.Errorf("the stranger has ended: %v", err)
+	}
+	if state, _, _ := status(stranger.Process.Pid); state == 'Z' {
+		t.Error("the stranger was killed")
+	}
+}
+
+func TestStaleRecord(t *testing.T) {
+	dir := filepath.Join(root(t), DefaultName)
+	// What a machine that went down leaves: nodes of pids that are others' now.
+	if err := os.MkdirAll(filepath.Join(dir, "prefill-0", "state"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	old := record{Name: DefaultName, Nodes: []Node{{
+		Ready: Ready{Node: "prefill-0", Engine: "/nowhere"}, Process: Process{PID: os.Getpid(), Start: 1}, Role: "prefill", Dir: "..",
+	}}}
+	if err := old.write(dir); err != nil {
+		t.Fatal(err)
+	}
+	mark := filepath.Join(dir, "prefill-0", "state", "mark")
+	if err := os.WriteFile(mark, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := up(t, options())
+	if _, err := os.Stat(mark); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("old state is still there: %v", err)
+	}
+	if n := c.Nodes()[0]; !n.Alive() || n.PID == os.Getpid() {
+		t.Errorf("seed is %+v", n)
+	}
+}
+
+func TestUnreadableRecordIsLeftAlone(t *testing.T) {
+	dir := filepath.Join(root(t), DefaultName)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, recordFile)
+	if err := os.WriteFile(path, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, f := range map[string]func() error{
+		"up":   func() error { _, err := Up(deadline(t, 20*time.Second), options()); return err },
+		"load": func() error { _, err := Load(DefaultName); return err },
+	} {
+		if err := f(); err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v, want the file named", name, err)
+		}
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestRestart(t *testing.T) {
+	for name, same := range map[string]bool{"same ports": true, "new ports": false} {
+		t.Run(name, func(t *testing.T) {
+			root(t)
+			c := up(t, options())
+			before, _ := c.Node("prefill-0")
+			ctx := deadline(t, 30*time.Second)
+			if err := c.Restart(ctx, "prefill-0", same); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.Meet(ctx); err != nil {
+				t.Fatal(err)
+			}
+			after, _ := c.Node("prefill-0")
+			if after.PID == before.PID || before.Alive() || !after.Alive() {
+				t.Errorf("before %+v, after %+v", before.Process, after.Process)
+			}
+			if (after.HTTP == before.HTTP) != same || after.Engine != before.Engine {
+				t.Errorf("http %v became %v, socket %s became %s", before.HTTP, after.HTTP, before.Engine, after.Engine)
+			}
+			conf, err := config.Load(after.Config())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(conf.Cluster.Join) != 2 {
+				t.Errorf("it joins %v, want both others", conf.Cluster.Join)
+			}
+		})
+	}
+}
+
+func TestUpRefuses(t *testing.T) {
+	for name, tt := range map[string]struct {
+		o    Options
+		want string
+	}{
+		"more than the memory": {Options{Prefill: 1, Decode: 1, Set: []string{"arena.pages=32TiB", "arena.page_size=4096"}}, "memory for 2 nodes"},
+		"too many nodes":       {Options{Prefill: maxNodes, Decode: 1}, "at most 64"},
+		"fewer than none":      {Options{Prefill: -1, Decode: 2}, "-1 prefill"},
+		"a name that climbs":   {Options{Name: ".."}, "local cluster's name"},
+		"a name with a slash":  {Options{Name: "a/b"}, "local cluster's name"},
+		"no configuration":     {Options{Config: "/nosuch/file.yaml"}, "/nosuch/file.yaml"},
+		"a set without value":  {Options{Set: []string{"arena.pages"}}, "KEY=VALUE"},
+		"an unknown key":       {Options{Set: []string{"arena.nosuch=1"}}, "nosuch"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := root(t)
+			_, err := Up(deadline(t, 20*time.Second), tt.o)
+			if err == nil || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("up: %v, want %q", err, tt.want)
+			}
+			nothingLeft(t, dir, nil)
+		})
+	}
+}
+
+func TestParseStat(t *testing.T) {
+	rest := " S 1 2 2 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4242 1 1"
+	for name, tt := range map[string]struct {
+		stat  string
+		state byte
+		start uint64
+		fails bool
+	}{
+		"plain":              {stat: "7 (sleep)" + rest, state: 'S', start: 4242},
+		"name like a field":  {stat: "7 (a) Z 9 (b c)" + rest, state: 'S', start: 4242},
+		"zombie":             {stat: "7 (sleep)" + strings.Replace(rest, " S ", " Z ", 1), state: 'Z', start: 4242},
+		"cut off":            {stat: "7 (sleep) S 1 2", fails: true},
+		"empty":              {fails: true},
+		"no number":          {stat: "7 (sleep)" + strings.Replace(rest, "4242", "many", 1), fails: true},
+		"number of 65 bits":  {stat: "7 (sleep)" + strings.Replace(rest, "4242", "36893488147419103232", 1), fails: true},
+		"no name, few words": {stat: "7", fails: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			state, start, err := parseStat([]byte(tt.stat))
+			if (err != nil) != tt.fails || !tt.fails && (state != tt.state || start != tt.start) {
+				t.Errorf("parseStat = %c %d %v", state, start, err)
+			}
+		})
+	}
+}
+
+func TestProcessIsNotFooledByAnotherStart(t *testing.T) {
+	p, err := processOf(os.Getpid())
+	if err != nil || !p.Alive() {
+		t.Fatalf("this process: %+v %v", p, err)
+	}
+	p.Start++
+	if p.Alive() {
+		t.Error("another start time counts as alive")
+	}
+	if err := p.Signal(syscall.SIGKILL); !errors.Is(err, errGone) {
+		t.Errorf("signal: %v, want errGone", err)
+	}
+	for _, pid := range []int{-1, 0, 1} {
+		if err := (Process{PID: pid}).Signal(syscall.SIGTERM); err == nil {
+			t.Errorf("signal of pid %d went out", pid)
+		}
+	}
+}
+
+func TestLockOfARemovedDirectoryIsTakenAgain(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "c")
+	first, err := lockDir(deadline(t, 5*time.Second), dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := lockDir(deadline(t, 100*time.Millisecond), dir); err == nil || !strings.Contains(err.Error(), "another command") {
+		t.Errorf("second lock: %v", err)
+	}
+	got := make(chan error, 1)
+	go func() {
+		second, err := lockDir(deadline(t, 5*time.Second), dir)
+		if err == nil {
+			_, err = os.Stat(filepath.Join(dir, lockFile))
+			second.Close()
+		}
+		got <- err
+	}()
+	if err := removeDir(dir); err != nil {
+		t.Error(err)
+	}
+	if err := first.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := <-got; err != nil {
+		t.Errorf("lock after removal: %v", err)
+	}
+}
+
+func TestRoot(t *testing.T) {
+	t.Setenv("XDG_RUNTIME_DIR", "/x")
+	if got, err := Root(); got != "/x/kvferry/local" || err != nil {
+		t.Errorf("Root() = %s %v", got, err)
+	}
+}
+
+func TestSharedDirectory(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	mine := filepath.Join(os.TempDir(), "kvferry-"+strconv.Itoa(os.Getuid()))
+	if got, err := sharedRoot(); got != filepath.Join(mine, "local") || err != nil {
+		t.Errorf("sharedRoot() = %s %v", got, err)
+	}
+	if err := os.Chmod(mine, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sharedRoot(); err == nil || !strings.Contains(err.Error(), "0700") {
+		t.Errorf("sharedRoot() of an open directory: %v", err)
+	}
+	if err := os.Remove(mine); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(t.TempDir(), mine); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sharedRoot(); err == nil {
+		t.Error("sharedRoot() follows a link")
+	}
+}
+
+func TestWaitFor(t *testing.T) {
+	n := 0
+	if err := WaitFor(t.Context(), time.Microsecond, func() error {
+		if n++; n < 3 {
+			return errors.New("not yet")
+		}
+		return nil
+	}); err != nil || n != 3 {
+		t.Errorf("WaitFor: %v after %d probes", err, n)
+	}
+	why, cause := errors.New("not yet"), errors.New("enough")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(cause)
+	if err := WaitFor(ctx, time.Hour, func() error { return why }); !errors.Is(err, why) || !errors.Is(err, cause) {
+		t.Errorf("WaitFor of an ended context: %v", err)
+	}
+}

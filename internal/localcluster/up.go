@@ -1,0 +1,501 @@
+package localcluster
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/kvferry/kvferry/api/client"
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/configs"
+	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/memory"
+)
+
+// Options set up a cluster. A zero field means its default.
+type Options struct {
+	Name            string // default "default"
+	Prefill, Decode int    // nodes of each role; default 2 and 2 if both are 0
+	// Config is the path of the configuration that all nodes share but for
+	// name, role, addresses, and paths; default configs/local.yaml, built in.
+	Config string
+	// Set are keys over that, each "arena.pages=1024".
+	Set []string
+	// Binary is the program to run as `BINARY agent -c FILE`; default this one.
+	Binary string
+	// Root is the directory of all clusters; default Root().
+	Root string
+	// Timeout of the whole start; default 30 s.
+	Timeout time.Duration
+}
+
+// maxNodes bounds a cluster on one machine.
+const maxNodes = 64
+
+// Up starts a cluster and returns when every node is ready and sees all others
+// as members. On any failure, the end of ctx included, everything that was started
+// is stopped and removed, and the error has the end of the culprit's log.
+func Up(ctx context.Context, o Options) (*Cluster, error) {
+	if o.Name == "" {
+		o.Name = DefaultName
+	}
+	if o.Prefill == 0 && o.Decode == 0 {
+		o.Prefill, o.Decode = 2, 2
+	}
+	if o.Timeout <= 0 {
+		o.Timeout = startTimeout
+	}
+	if n := o.Prefill + o.Decode; o.Prefill < 0 || o.Decode < 0 || n > maxNodes {
+		return nil, fmt.Errorf("start local cluster %q: %d prefill and %d decode nodes: want at most %d in all", o.Name, o.Prefill, o.Decode, maxNodes)
+	}
+	c, err := prepare(&o)
+	if err != nil {
+		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
+	}
+	lockCtx, cancel := context.WithTimeout(ctx, lockTimeout)
+	defer cancel()
+	l, err := lockDir(lockCtx, c.dir)
+	if err != nil {
+		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
+	}
+	defer l.Close()
+	if err := c.clearStale(); err != nil {
+		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
+	}
+	if err := c.startAll(ctx, o); err != nil {
+		// ctx may be what ended; the clean-up has deadlines of its own.
+		return nil, errors.Join(fmt.Errorf("start local cluster %q: %w", o.Name, err), c.tearDown(context.WithoutCancel(ctx)))
+	}
+	return c, nil
+}
+
+// prepare checks everything that can be checked before anything is made.
+func prepare(o *Options) (*Cluster, error) {
+	if o.Root == "" {
+		root, err := Root()
+		if err != nil {
+			return nil, err
+		}
+		o.Root = root
+	}
+	if o.Binary == "" {
+		self, err := os.Executable()
+		if err != nil {
+			return nil, fmt.Errorf("find this program: %w", err)
+		}
+		o.Binary = self
+	}
+	dir, err := dirOf(o.Root, o.Name)
+	if err != nil {
+		return nil, err
+	}
+	c := &Cluster{dir: dir, record: record{Name: o.Name, Binary: o.Binary}}
+	first, err := nodeConfig(*o, c.nodes(*o)[0], nil)
+	if err != nil {
+		return nil, err
+	}
+	return c, enoughMemory(first, o.Prefill+o.Decode)
+}
+
+// enoughMemory refuses what would end with the kernel killing something.
+func enoughMemory(c *config.Config, nodes int) error {
+	node := c.Geometry().Layout.Bytes()
+	ranks := int64(len(c.Arena.Ranks))
+	if node > math.MaxInt64/ranks/int64(nodes) {
+		return fmt.Errorf("%d nodes of %d ranks with %d bytes each: %w", nodes, ranks, node, memory.ErrLimit)
+	}
+	if err := memory.Fits(node * ranks * int64(nodes)); err != nil {
+		return fmt.Errorf("memory for %d nodes of %d ranks with %s each (make them fewer, or give them fewer --pages or --layers): %w", nodes, ranks, config.Size(node), err)
+	}
+	return nil
+}
+
+// clearStale removes what a cluster left of which nothing runs any more.
+func (c *Cluster) clearStale() error {
+	old, err := readRecord(c.dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if i := slices.IndexFunc(old.Nodes, func(n Node) bool { return n.Alive() }); i >= 0 {
+		return fmt.Errorf("%w: node %s runs with pid %d (stop it with: kvferry local down --name %s)", ErrUp, old.Nodes[i].Node, old.Nodes[i].PID, c.record.Name)
+	}
+	rest, err := os.ReadDir(c.dir)
+	if err != nil {
+		return fmt.Errorf("remove old cluster: %w", err)
+	}
+	for _, e := range rest {
+		if e.Name() == lockFile {
+			continue
+		}
+		if err := os.RemoveAll(filepath.Join(c.dir, e.Name())); err != nil {
+			return fmt.Errorf("remove old cluster: %w", err)
+		}
+	}
+	return nil
+}
+
+// nodes names the nodes of a new cluster, the seed first.
+func (c *Cluster) nodes(o Options) []Node {
+	var nodes []Node
+	add := func(role string, count int) {
+		for i := range count {
+			name := fmt.Sprintf("%s-%d", role, i)
+			nodes = append(nodes, Node{Ready: Ready{Node: name}, Role: role, Dir: filepath.Join(c.dir, name)})
+		}
+	}
+	add("prefill", o.Prefill)
+	add("decode", o.Decode)
+	return nodes
+}
+
+// startAll starts the seed, then all others at once, and waits until they have
+// found each other.
+func (c *Cluster) startAll(ctx context.Context, o Options) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, fmt.Errorf("not up within %v", o.Timeout))
+	defer cancel()
+	nodes := c.nodes(o)
+	var join []string
+	for len(nodes) > 0 {
+		batch := nodes
+		if join == nil {
+			batch = nodes[:1]
+		}
+		nodes = nodes[len(batch):]
+		started := make([]*start, 0, len(batch))
+		for _, n := range batch {
+			conf, err := nodeConfig(o, n, join)
+			if err != nil {
+				return err
+			}
+			s, err := c.start(n, conf)
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			started = append(started, s)
+		}
+		for _, s := range started {
+			if err := c.awaitReady(ctx, s); err != nil {
+				return err
+			}
+		}
+		join = []string{c.Nodes()[0].Gossip.String()}
+	}
+	return c.Meet(ctx)
+}
+
+// nodeConfig is the configuration of one node: the shared one, and what is
+// its own.
+func nodeConfig(o Options, n Node, join []string) (*config.Config, error) {
+	name, raw := "configs/local.yaml", configs.Local()
+	if o.Config != "" {
+		name = o.Config
+		var err error
+		if raw, err = os.ReadFile(name); err != nil {
+			return nil, fmt.Errorf("read configuration: %w", err)
+		}
+	}
+	c, err := config.Parse(name, raw)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.SetEnviron(os.Environ()); err != nil {
+		return nil, err
+	}
+	for _, s := range o.Set {
+		key, value, ok := strings.Cut(s, "=")
+		if !ok {
+			return nil, fmt.Errorf("set %q: want KEY=VALUE, such as arena.pages=1024", s)
+		}
+		if err := c.Set(key, value); err != nil {
+			return nil, err
+		}
+	}
+	if !c.Node.Bind.IsLoopback() {
+		c.Node.Bind = netip.AddrFrom4([4]byte{127, 0, 0, 1})
+	}
+	c.Node.Advertise, c.Telemetry.Bind = c.Node.Bind, c.Node.Bind
+	c.Node.Name, c.Node.Group, c.Node.Role = n.Node, n.Node, n.Role
+	c.Node.StateDir = filepath.Join(n.Dir, stateDir)
+	c.Node.Socket = filepath.Join(n.Dir, "sock")
+	c.Ports = config.Ports{}
+	c.Cluster.Join = join
+	return c, c.Validate()
+}
+
+// start is a process from its start to its ready line.
+type start struct {
+	node   Node
+	stdout *os.File
+}
+
+func (s *start) Close() error { return s.stdout.Close() }
+
+// start runs a node and writes it into cluster.json before it does anything,
+// so that Down finds it whatever happens to us.
+func (c *Cluster) start(n Node, conf *config.Config) (*start, error) {
+	if err := os.MkdirAll(conf.Node.StateDir, 0o700); err != nil {
+		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
+	}
+	raw, err := conf.Marshal()
+	if err != nil {
+		return nil, fmt.Errorf("start node %s: write configuration: %w", n.Node, err)
+	}
+	// It holds the keyring.
+	if err := os.WriteFile(n.Config(), raw, 0o600); err != nil {
+		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
+	}
+	log, err := os.OpenFile(n.Log(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
+	}
+	defer log.Close()
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
+	}
+	defer w.Close()
+	cmd := exec.Cmd{
+		Path:   c.record.Binary,
+		Args:   []string{"kvferry", "agent", "-c", n.Config()},
+		Env:    environ(),
+		Dir:    n.Dir,
+		Stdout: w,
+		Stderr: log,
+		// A session of its own: it outlives our terminal.
+		SysProcAttr: &syscall.SysProcAttr{Setsid: true},
+	}
+	if err := cmd.Start(); err != nil {
+		r.Close()
+		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
+	}
+	n.Process, err = processOf(cmd.Process.Pid)
+	// From here on it is known by pid and start time, to us as to any later command.
+	_ = cmd.Process.Release()
+	if err == nil {
+		err = c.put(n)
+	}
+	if err != nil {
+		r.Close()
+		_ = n.Signal(syscall.SIGKILL)
+		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
+	}
+	return &start{node: n, stdout: r}, nil
+}
+
+// environ is our environment less what would change a node's configuration:
+// it has been applied already.
+func environ() []string {
+	return slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "KVFERRY_") })
+}
+
+// put adds or replaces a node in cluster.json.
+func (c *Cluster) put(n Node) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if i := slices.IndexFunc(c.record.Nodes, func(m Node) bool { return m.Node == n.Node }); i >= 0 {
+		c.record.Nodes[i] = n
+	} else {
+		c.record.Nodes = append(c.record.Nodes, n)
+	}
+	return c.record.write(c.dir)
+}
+
+// awaitReady reads the node's ready line.
+func (c *Cluster) awaitReady(ctx context.Context, s *start) error {
+	defer context.AfterFunc(ctx, func() { _ = s.stdout.SetReadDeadline(time.Unix(1, 0)) })()
+	line, err := bufio.NewReader(io.LimitReader(s.stdout, 64<<10)).ReadBytes('\n')
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("node %s: %w%s", s.node.Node, context.Cause(ctx), logTail(s.node))
+	case errors.Is(err, io.EOF):
+		return fmt.Errorf("node %s ended before it was ready%s", s.node.Node, logTail(s.node))
+	case err != nil:
+		return fmt.Errorf("node %s: read ready line: %w", s.node.Node, err)
+	}
+	ready, err := ParseReady(line)
+	if err != nil {
+		return fmt.Errorf("node %s: %w", s.node.Node, err)
+	}
+	s.node.Ready = ready
+	return c.put(s.node)
+}
+
+// Meet waits until every node that runs is ready and sees every other one that
+// runs, in its present life. A node that ends meanwhile is an error.
+func (c *Cluster) Meet(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	nodes := slices.DeleteFunc(c.Nodes(), func(n Node) bool { return !n.Alive() })
+	for _, n := range nodes {
+		admin, err := n.Dial()
+		if err != nil {
+			return fmt.Errorf("node %s: %w", n.Node, err)
+		}
+		err = WaitFor(ctx, 20*time.Millisecond, func() error {
+			if !n.Alive() {
+				cancel(fmt.Errorf("node %s ended%s", n.Node, logTail(n)))
+				return errGone
+			}
+			if err := sees(ctx, admin, nodes); err != nil {
+				return err
+			}
+			return ready(ctx, n)
+		})
+		admin.Close()
+		if err != nil {
+			return fmt.Errorf("node %s: %w", n.Node, err)
+		}
+	}
+	return nil
+}
+
+// sees asks a node for its members.
+func sees(ctx context.Context, c *client.Client, nodes []Node) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	m, err := c.Admin().Members(ctx, &kvferrypb.MembersRequest{})
+	if err != nil {
+		return err
+	}
+	for _, n := range nodes {
+		if !slices.ContainsFunc(m.GetItems(), func(i *kvferrypb.Member) bool {
+			return i.GetNode() == n.Node && i.GetIncarnation() == n.Incarnation
+		}) {
+			return fmt.Errorf("does not see %s yet", n.Node)
+		}
+	}
+	return nil
+}
+
+// ready asks for /readyz.
+func ready(ctx context.Context, n Node) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+n.HTTP.String()+"/readyz", http.NoBody)
+	if err != nil {
+		return err
+	}
+	t := &http.Transport{DisableKeepAlives: true}
+	defer t.CloseIdleConnections()
+	res, err := (&http.Client{Transport: t}).Do(req)
+	if err != nil {
+		return err
+	}
+	defer res.Body.Close()
+	if res.StatusCode != http.StatusOK {
+		why, _ := io.ReadAll(io.LimitReader(res.Body, 1<<10))
+		return fmt.Errorf("not ready: %s: %s", res.Status, bytes.TrimSpace(why))
+	}
+	return nil
+}
+
+// logTail is the end of a node's log, for an error.
+func logTail(n Node) string {
+	const most, lines = 8 << 10, 12
+	f, err := os.Open(n.Log())
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	if i, err := f.Stat(); err == nil && i.Size() > most {
+		if _, err := f.Seek(-most, io.SeekEnd); err != nil {
+			return ""
+		}
+	}
+	raw, err := io.ReadAll(io.LimitReader(f, most))
+	text := strings.TrimSpace(string(raw))
+	if err != nil || text == "" {
+		return "; its log is empty"
+	}
+	all := strings.Split(text, "\n")
+	return "; the end of its log:\n    " + strings.Join(all[max(0, len(all)-lines):], "\n    ")
+}
+
+// Restart starts a node again under its name, after SIGKILL if it still runs,
+// and waits until it is ready; it joins through all others that run. With
+// samePorts it listens where its last life did.
+func (c *Cluster) Restart(ctx context.Context, name string, samePorts bool) error {
+	lockCtx, cancel := context.WithTimeout(ctx, lockTimeout)
+	defer cancel()
+	l, err := lockDir(lockCtx, c.dir)
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	n, err := c.node(name)
+	if err != nil {
+		return err
+	}
+	if err := n.Signal(syscall.SIGKILL); err != nil && !errors.Is(err, errGone) {
+		return fmt.Errorf("restart node %s: %w", name, err)
+	}
+	ctx, stop := context.WithTimeout(ctx, startTimeout)
+	defer stop()
+	if err := n.Wait(ctx); err != nil {
+		return fmt.Errorf("restart node %s: %w", name, err)
+	}
+	raw, err := os.ReadFile(n.Config())
+	if err != nil {
+		return fmt.Errorf("restart node %s: %w", name, err)
+	}
+	conf, err := config.Parse(n.Config(), raw)
+	if err != nil {
+		return fmt.Errorf("restart node %s: %w", name, err)
+	}
+	conf.Ports = config.Ports{}
+	if samePorts {
+		conf.Ports = config.Ports{Gossip: int(n.Gossip.Port()), Peer: int(n.Peer.Port()), Data: int(n.Data.Port()), HTTP: int(n.HTTP.Port())}
+		if err := awaitPorts(ctx, n); err != nil {
+			return fmt.Errorf("restart node %s: %w", name, err)
+		}
+	}
+	conf.Cluster.Join = nil
+	for _, other := range c.Nodes() {
+		if other.Node != name && other.Alive() {
+			conf.Cluster.Join = append(conf.Cluster.Join, other.Gossip.String())
+		}
+	}
+	s, err := c.start(n, conf)
+	if err != nil {
+		return fmt.Errorf("restart: %w", err)
+	}
+	defer s.Close()
+	if err := c.awaitReady(ctx, s); err != nil {
+		return fmt.Errorf("restart: %w", err)
+	}
+	return nil
+}
+
+// awaitPorts waits until the ports of a node that has ended can be had again:
+// they are of the ephemeral range, so that any connection of this machine may
+// borrow one.
+func awaitPorts(ctx context.Context, n Node) error {
+	ctx, cancel := context.WithTimeout(ctx, portTimeout)
+	defer cancel()
+	return WaitFor(ctx, 20*time.Millisecond, func() error {
+		for _, at := range []netip.AddrPort{n.Gossip, n.Peer, n.Data, n.HTTP} {
+			l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", at.String())
+			if err != nil {
+				return err
+			}
+			l.Close()
+		}
+		return nil
+	})
+}
