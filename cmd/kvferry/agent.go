@@ -1,0 +1,80 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/localcluster"
+	"github.com/kvferry/kvferry/internal/node"
+)
+
+// drainTimeout bounds what a node does between SIGTERM and its end.
+const drainTimeout = 10 * time.Second
+
+func newAgent() *cobra.Command {
+	var file string
+	var sets []string
+	var level slog.Level
+	cmd := &cobra.Command{
+		Use:   "agent -c FILE",
+		Short: "Run a node",
+		Long: `Run a node until SIGTERM or SIGINT, which let it drain and leave the cluster.
+
+The configuration is read from FILE; environment variables such as
+KVFERRY_ARENA_PAGES go over it, and --set over both. Logs go to standard error.
+Once the node serves, one line of JSON with all its addresses goes to
+standard output, and nothing else ever does.`,
+		Example: `  kvferry agent -c configs/prefill.yaml
+  kvferry agent -c configs/decode.yaml --set arena.pages=2GiB`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			conf, err := config.Load(file, sets...)
+			if err != nil {
+				return err
+			}
+			logger := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
+			return serve(cmd, conf, logger)
+		},
+	}
+	cmd.Flags().StringVarP(&file, "config", "c", "", "the configuration")
+	cmd.Flags().StringArrayVar(&sets, "set", nil, "a key over the file's, such as arena.pages=1024; may be repeated")
+	cmd.Flags().TextVar(&level, "log-level", slog.LevelInfo, "debug, info, warn, or error")
+	must(cmd.MarkFlagRequired("config"))
+	return cmd
+}
+
+func serve(cmd *cobra.Command, conf *config.Config, logger *slog.Logger) error {
+	ctx := cmd.Context()
+	n, err := node.Start(ctx, node.Options{Config: conf, Logger: logger, Version: readBuild().Version})
+	if err != nil {
+		return err
+	}
+	a := n.Addresses()
+	line, err := json.Marshal(localcluster.Ready{
+		Node: conf.Node.Name, Incarnation: uint64(n.Life().Incarnation),
+		Gossip: a.Gossip, Peer: a.Peer, Data: a.Data, HTTP: a.HTTP, Engine: a.Engine,
+	})
+	if err == nil {
+		_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s\n", line)
+	}
+	if err == nil {
+		select {
+		case <-ctx.Done():
+		case <-n.Done():
+			err = n.Err()
+		}
+	}
+	// The signal has ended ctx; what follows has a deadline of its own.
+	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTimeout)
+	defer cancel()
+	if closeErr := n.Close(drain); err == nil {
+		err = closeErr
+	}
+	return err
+}

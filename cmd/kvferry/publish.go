@@ -1,0 +1,69 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/replay"
+)
+
+func newPublish(t *target) *cobra.Command {
+	o := replay.PublishOptions{}
+	var node string
+	var timeout time.Duration
+	var output *format
+	cmd := &cobra.Command{
+		Use:   "publish REQUEST",
+		Short: "Publish a request made up on a node, and print its reference",
+		Long: `Do what a prefill engine does with one request: ingest, admit in chunks, write
+KV through the mapped arena, commit, publish each chunk, the last one as final,
+and remove. The KV is a function of the request's name, which "kvferry retrieve
+--verify" checks.
+
+The publication outlives the command, until enough readers have it or its hold
+is over.`,
+		Example: `  kvferry publish r1 --tokens 1000 --chunks 4
+  kvferry publish r1 --target decode-0 --hold 5m`,
+		Args: oneArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			o.Request, o.Target = id.Request(args[0]), id.Node(node)
+			if err := o.Request.Validate(); err != nil {
+				return usage(cmd, "%w", err)
+			}
+			if o.Tokens < 1 || o.Tokens > replay.MaxTokens || o.Chunks < 1 || o.Chunks > o.Tokens {
+				return usage(cmd, "--tokens=%d --chunks=%d: want 1 to %d tokens, and a token in each chunk", o.Tokens, o.Chunks, replay.MaxTokens)
+			}
+			if o.Readers < 1 || o.Hold < 0 || timeout <= 0 {
+				return usage(cmd, "--readers=%d --hold=%v --timeout=%v: want a reader and no negative time", o.Readers, o.Hold, timeout)
+			}
+			var err error
+			if o.Socket, err = t.path(); err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("not published within %v", timeout))
+			defer cancel()
+			p, err := replay.Publish(ctx, o)
+			if err != nil {
+				return err
+			}
+			if output.value != asTable {
+				return printDocument(cmd.OutOrStdout(), output, p)
+			}
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), p.Reference)
+			return err
+		},
+	}
+	f := cmd.Flags()
+	f.IntVar(&o.Tokens, "tokens", 256, "tokens of the prompt")
+	f.IntVar(&o.Chunks, "chunks", 1, "publish so many times")
+	f.StringVar(&node, "target", "", "push the announcement to this node (default gossip alone)")
+	f.IntVar(&o.Readers, "readers", 1, "nodes that will read")
+	f.DurationVar(&o.Hold, "hold", 0, "how long the pages are held for the first reader (default the node's)")
+	f.DurationVar(&timeout, "timeout", 30*time.Second, "for all of it")
+	output = addFormat(cmd)
+	return cmd
+}

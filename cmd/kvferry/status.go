@@ -1,0 +1,74 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+)
+
+func newStatus(t *target) *cobra.Command {
+	l := &look[*kvferrypb.StatusResponse]{
+		target: t,
+		ask: func(ctx context.Context, a kvferrypb.AdminClient) (*kvferrypb.StatusResponse, error) {
+			return a.Status(ctx, &kvferrypb.StatusRequest{})
+		},
+		show: showStatus,
+	}
+	return l.command(&cobra.Command{
+		Use:   "status",
+		Short: "Show a node: who it is, what it holds, which transports it has",
+	})
+}
+
+func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
+	list := newTable(w)
+	add := func(name string, value any) { list.AppendRow([]any{name, value}) }
+	add("node", s.GetNode())
+	add("incarnation", s.GetIncarnation())
+	add("role", s.GetRole())
+	add("group", s.GetGroup())
+	add("version", s.GetVersion())
+	add("uptime", formatDuration(s.GetUptime()))
+	ready := "yes"
+	if !s.GetReady() {
+		ready = "no: " + strings.Join(s.GetNotReady(), "; ")
+	}
+	add("ready", ready)
+	g := s.GetGeometry()
+	add("model", strings.TrimSpace(g.GetModel()+" "+g.GetRevision()))
+	add("geometry", formatGeometry(g))
+	add("ranks", fmt.Sprintf("%d of %d", s.GetRanks(), g.GetWorldSize()))
+	for _, a := range s.GetAddresses() {
+		add(a.GetName(), a.GetAddress())
+	}
+	add("pages", formatPages(s.GetPages()))
+	add("requests", s.GetRequests())
+	add("sessions", s.GetSessions())
+	add("publications", s.GetPublications())
+	add("retrievals", s.GetRetrievals())
+	add("members", s.GetMembers())
+	list.Render()
+	fmt.Fprintln(w)
+	rows := newTable(w, "transport", "available", "read", "served", "reads", "failures", "stale", "reason")
+	for _, t := range s.GetTransports() {
+		rows.AppendRow([]any{
+			t.GetName(), t.GetAvailable(), formatBytes(t.GetReadBytes()), formatBytes(t.GetServedBytes()),
+			t.GetReads(), t.GetFailures(), t.GetStale(), orDash(t.GetReason()),
+		})
+	}
+	rows.Render()
+}
+
+func formatGeometry(g *kvferrypb.Geometry) string {
+	return fmt.Sprintf("%s %s, %d layers, %d KV heads of %d, %d tokens a page", g.GetDtype(), g.GetOrder(), g.GetLayers(), g.GetHeads(), g.GetHeadDim(), g.GetPageSize())
+}
+
+func formatPages(p *kvferrypb.PageCounts) string {
+	return fmt.Sprintf("%d: %d free, %d owned, %d limbo, %d quarantine, %d sink; %d published",
+		p.GetTotal(), p.GetFree(), p.GetOwned(), p.GetLimbo(), p.GetQuarantine(), p.GetSink(), p.GetPublished())
+}
