@@ -16,6 +16,8 @@ const (
 	leaveMax = 2 * time.Second
 	byeMax   = 500 * time.Millisecond
 	byeAgain = 50 * time.Millisecond
+	// spreadMax is for memberlist's own goodbye when all have heard ours.
+	spreadMax = 200 * time.Millisecond
 )
 
 // leaving is who has not yet heard our goodbye.
@@ -124,6 +126,17 @@ func (c *Cluster) goodbye(ctx context.Context) error {
 		}
 	}
 	until, _ := ctx.Deadline()
+	left := time.Until(until)
+	select {
+	case <-c.leaving.done:
+		// All that we know of have heard it, or have gone themselves: then
+		// memberlist would wait for nobody until its time is over.
+		if c.list.Leave(min(max(left, time.Millisecond), spreadMax)) != nil {
+			c.log.Debug("goodbye was heard by all, and did not spread")
+		}
+		return nil
+	default:
+	}
 	// A duration of 0 would wait for ever.
-	return c.list.Leave(max(time.Until(until), time.Millisecond))
+	return c.list.Leave(max(left, time.Millisecond))
 }

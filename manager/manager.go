@@ -61,9 +61,6 @@ var (
 	ErrIncompatible = errors.New("publication does not fit this node")
 	// ErrMalformed: the publication contradicts itself; see [*MalformedError].
 	ErrMalformed = errors.New("malformed publication")
-	// ErrStale: the ranks or labels of the publication are not of one content
-	// epoch. It is for whoever puts publications together from several parts.
-	ErrStale = errors.New("publication changed")
 )
 
 // AllocationError is a refusal for lack of pages. Nothing is held. It wraps ErrNoPages.

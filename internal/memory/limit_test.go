@@ -160,7 +160,18 @@ func TestHugePagesThatAreGone(t *testing.T) {
 		size = 2 << 20
 	}
 	lying := paper(map[string]string{"proc/meminfo": "HugePages_Free: 8\nHugePages_Rsvd: 0\nHugepagesize: 2048 kB\n"}, nil)
-	r, err := create("test", 2*size, lying)
+	r, err := create("test", 2*size, true, lying)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	if pageBytes, err := pageOf(int(r.File().Fd())); err != nil || pageBytes != int64(os.Getpagesize()) {
+		t.Errorf("pages of %d bytes, %v, want small ones", pageBytes, err)
+	}
+}
+
+func TestNewPlainTakesNoHugePages(t *testing.T) {
+	r, err := NewPlain("test", 16<<20)
 	if err != nil {
 		t.Fatal(err)
 	}

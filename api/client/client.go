@@ -1,0 +1,153 @@
+// Package client is the Go client of a node: it dials the daemon's unix socket,
+// opens an engine session, receives the arena's descriptor and maps it.
+//
+// The calls themselves are the generated ones: [Client.Admin] and [Session]
+// are clients of the services in api/kvferrypb whose errors are [*Error].
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+)
+
+// ErrUnreachable is wrapped when no daemon answers on the socket.
+var ErrUnreachable = errors.New("node is not reachable")
+
+// MaxMessage is the longest message in bytes that a node takes or sends on its
+// engine socket.
+const MaxMessage = 16 << 20
+
+// Error is a call's failure: what the node said.
+type Error struct {
+	Method  string // the last part of the gRPC method, such as "Publish"
+	Code    codes.Code
+	Failure *kvferrypb.Failure // never nil
+}
+
+func (e *Error) Error() string {
+	text := fmt.Sprintf("%s: %s", e.Method, e.Failure.GetMessage())
+	if r := e.Failure.GetRemedy(); r != "" {
+		text += " (" + r + ")"
+	}
+	return text
+}
+
+// GRPCStatus lets status.Code and status.FromError read the error.
+func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Failure.GetMessage()) }
+
+// Unwrap is ErrUnreachable where no daemon answered, or the context's error.
+func (e *Error) Unwrap() error {
+	switch e.Code {
+	case codes.Unavailable:
+		if e.Failure.GetCode() == kvferrypb.Failure_UNSPECIFIED {
+			return ErrUnreachable
+		}
+	case codes.Canceled:
+		return context.Canceled
+	case codes.DeadlineExceeded:
+		return context.DeadlineExceeded
+	default:
+	}
+	return nil
+}
+
+// CodeOf returns the failure code of an error of this package, UNSPECIFIED of
+// any other.
+func CodeOf(err error) kvferrypb.Failure_Code {
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e.Failure.GetCode()
+	}
+	return kvferrypb.Failure_UNSPECIFIED
+}
+
+// Client is a connection to one node's engine socket. It is safe for
+// concurrent use.
+type Client struct {
+	socket string
+	conn   *grpc.ClientConn
+}
+
+// Dial prepares a connection to the unix socket at path; it is made with the
+// first call. A path with no socket fails at once with ErrUnreachable.
+func Dial(path string) (*Client, error) {
+	if _, err := os.Stat(path); err != nil {
+		return nil, fmt.Errorf("dial %s: %w: %w (is the agent running? name it with --node or --socket)", path, ErrUnreachable, err)
+	}
+	conn, err := grpc.NewClient("passthrough:///"+path,
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, path string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", path)
+		}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
+		grpc.WithUnaryInterceptor(convertUnary),
+		grpc.WithStreamInterceptor(convertStream),
+	)
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", path, err)
+	}
+	return &Client{socket: path, conn: conn}, nil
+}
+
+// Admin is the admin service.
+func (c *Client) Admin() kvferrypb.AdminClient { return kvferrypb.NewAdminClient(c.conn) }
+
+// Close ends the connection. Sessions that are open end after their grace.
+func (c *Client) Close() error { return c.conn.Close() }
+
+func convertUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	return convert(method, invoke(ctx, method, req, reply, cc, opts...))
+}
+
+func convertStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+	s, err := streamer(ctx, desc, cc, method, opts...)
+	if err != nil {
+		return nil, convert(method, err)
+	}
+	return &stream{s, method}, nil
+}
+
+type stream struct {
+	grpc.ClientStream
+	method string
+}
+
+func (s *stream) RecvMsg(m any) error { return convert(s.method, s.ClientStream.RecvMsg(m)) }
+
+// convert makes an *Error of a status; io.EOF and nil stay.
+func convert(method string, err error) error {
+	st, ok := status.FromError(err)
+	if err == nil || !ok {
+		return err
+	}
+	e := &Error{Method: lastPart(method), Code: st.Code(), Failure: &kvferrypb.Failure{Message: st.Message()}}
+	for _, d := range st.Details() {
+		if f, ok := d.(*kvferrypb.Failure); ok {
+			e.Failure = f
+		}
+	}
+	return e
+}
+
+func lastPart(method string) string {
+	for i := len(method) - 1; i >= 0; i-- {
+		if method[i] == '/' {
+			return method[i+1:]
+		}
+	}
+	return method
+}
+
+// closeTimeout bounds what Close says to a node that may be gone.
+const closeTimeout = 2 * time.Second

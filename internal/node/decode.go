@@ -1,0 +1,899 @@
+package node
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/api/wire"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/manager"
+	"github.com/kvferry/kvferry/publish"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+var (
+	errCancelled = errors.New("retrieval was cancelled")
+	errRemoved   = errors.New("request was removed or reset")
+	errExpired   = errors.New("publication has expired")
+	errRevoked   = errors.New("publication was revoked")
+	errNobody    = errors.New("nobody has published the request")
+	errTooLate   = errors.New("wait is over")
+	errDraining  = errors.New("node is draining")
+	errTooMany   = errors.New("too many at once")
+)
+
+// maxFollows bounds the publications that are followed, and the calls that wait.
+const maxFollows = 65536
+
+// query is what an engine asks of AdmitRetrieve.
+type query struct {
+	request   id.Request
+	at        manager.At
+	reference *wire.Reference // nil: whoever published the request
+	minTokens int
+	wait      time.Duration // 0: look once
+	meet      time.Time     // until then an owner may be unknown: its reference can be faster than gossip
+}
+
+// answer is what it gets.
+type answer struct {
+	readiness manager.Readiness
+	source    id.Publication // zero: none yet
+	transport string
+	bytes     int64
+}
+
+// sight is an answer and what may change it.
+type sight struct {
+	answer
+	follow  *follow         // nil: nothing is followed
+	changed <-chan struct{} // closed when the follow has changed; nil without one
+	unknown error           // the owner is not known (yet)
+}
+
+// follow is the reader's side of one publication that a request is brought in
+// from: the lease that is kept for it, and the read that runs. It lives from
+// the moment that the publication is accepted until it has failed or the
+// request ends; once all of it has landed it only remembers that.
+type follow struct {
+	node     *Node
+	session  *session
+	request  id.Request
+	source   id.Publication
+	attempt  uint32 // names our lease at the owner
+	accepted time.Time
+
+	mu        sync.Mutex
+	changed   chan struct{} // closed at every change, then replaced
+	running   *reading
+	err       error           // how it failed, until it is reported
+	refused   string          // why the owner gives no lease
+	leased    bool            // the lease was asked for
+	over      bool            // the lease was ended by us
+	landed    *manager.Source // all of it has landed: what it was
+	transport string
+	bytes     int64
+}
+
+// reading is one retrieval at work.
+type reading struct {
+	id     manager.RetrievalID
+	cancel context.CancelCauseFunc
+	done   chan struct{} // closed when it has drained and the manager knows
+	state  string
+}
+
+// call is one AdmitRetrieve at work.
+type call struct {
+	cancel context.CancelCauseFunc
+	done   chan struct{} // closed when it has left
+}
+
+// follows are the publications that this node follows, one a request, and the
+// calls that wait for them.
+type follows struct {
+	mu        sync.Mutex
+	byRequest map[id.Request]*follow
+	bySource  map[id.Publication]*follow
+	calls     map[id.Request][]*call
+	waiting   int // calls
+	attempts  uint32
+}
+
+func newFollows() *follows {
+	return &follows{
+		byRequest: make(map[id.Request]*follow), bySource: make(map[id.Publication]*follow), calls: make(map[id.Request][]*call),
+	}
+}
+
+// enter begins a call for a request: its context ends when the request's
+// retrieval is cancelled. leave ends it.
+func (fs *follows) enter(ctx context.Context, r id.Request) (_ context.Context, leave func(), err error) {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	if fs.waiting >= maxFollows {
+		return nil, nil, fmt.Errorf("retrieve %q: %d calls wait: %w", r, fs.waiting, errTooMany)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	c := &call{cancel: cancel, done: make(chan struct{})}
+	fs.calls[r] = append(fs.calls[r], c)
+	fs.waiting++
+	return ctx, func() {
+		fs.mu.Lock()
+		defer fs.mu.Unlock()
+		fs.waiting--
+		if fs.calls[r] = slices.DeleteFunc(fs.calls[r], func(o *call) bool { return o == c }); len(fs.calls[r]) == 0 {
+			delete(fs.calls, r)
+		}
+		cancel(nil)
+		close(c.done)
+	}, nil
+}
+
+// get returns what a request follows, and what is closed when that changes.
+func (fs *follows) get(r id.Request) (*follow, <-chan struct{}) {
+	fs.mu.Lock()
+	f := fs.byRequest[r]
+	fs.mu.Unlock()
+	if f == nil {
+		return nil, nil
+	}
+	return f, f.watch()
+}
+
+func (fs *follows) from(p id.Publication) *follow {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	return fs.bySource[p]
+}
+
+// attempt is a new name for a lease.
+func (fs *follows) attempt() uint32 {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	fs.attempts++
+	return fs.attempts
+}
+
+// active are those whose lease has not been ended.
+func (fs *follows) active() []*follow {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	active := make([]*follow, 0, len(fs.byRequest))
+	for _, f := range fs.byRequest {
+		if !f.isOver() {
+			active = append(active, f)
+		}
+	}
+	return active
+}
+
+// running is how many reads run.
+func (fs *follows) running() int {
+	count := 0
+	for _, f := range fs.active() {
+		if f.reading() != nil {
+			count++
+		}
+	}
+	return count
+}
+
+// accept makes a follow of the publication, unless the request follows one
+// already. made says which; a call that has been ended makes none.
+func (n *Node) accept(ctx context.Context, s *session, r id.Request, source id.Publication) (f *follow, changed <-chan struct{}, made bool, err error) {
+	fs := n.follows
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	if ctx.Err() != nil {
+		return nil, nil, false, context.Cause(ctx)
+	}
+	if f := fs.byRequest[r]; f != nil {
+		return f, f.watch(), false, nil
+	}
+	if len(fs.byRequest) >= maxFollows {
+		return nil, nil, false, fmt.Errorf("retrieve %q: %d run: %w", r, len(fs.byRequest), errTooMany)
+	}
+	fs.attempts++
+	f = &follow{
+		node: n, session: s, request: r, source: source, attempt: fs.attempts,
+		accepted: time.Now(), changed: make(chan struct{}),
+	}
+	fs.byRequest[r], fs.bySource[source] = f, f
+	return f, f.changed, true, nil
+}
+
+// detach ends the calls that wait for a request, and returns what it followed:
+// the caller ends that, too.
+func (fs *follows) detach(r id.Request, cause error) (*follow, []*call) {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	// Under the mutex, so that none of them accepts anything after this.
+	calls := slices.Clone(fs.calls[r])
+	for _, c := range calls {
+		c.cancel(cause)
+	}
+	f := fs.byRequest[r]
+	fs.drop(f)
+	return f, calls
+}
+
+// drop forgets a follow. fs.mu is held.
+func (fs *follows) drop(f *follow) {
+	if f == nil || fs.byRequest[f.request] != f {
+		return
+	}
+	delete(fs.byRequest, f.request)
+	if fs.bySource[f.source] == f {
+		delete(fs.bySource, f.source)
+	}
+}
+
+// finish stops following.
+func (n *Node) finish(f *follow, outcome kvferrypb.CompleteItem_Outcome) {
+	f.acknowledge(outcome)
+	n.follows.mu.Lock()
+	defer n.follows.mu.Unlock()
+	n.follows.drop(f)
+}
+
+// lost ends what follows a life that has gone.
+func (fs *follows) lost(life id.Life, cause error) {
+	for _, f := range fs.active() {
+		if f.source.Owner == life {
+			f.fail(cause)
+		}
+	}
+}
+
+func (f *follow) isOver() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.over
+}
+
+// keep asks for the lease, once. Nothing waits for the answer.
+func (f *follow) keep() {
+	f.mu.Lock()
+	ask := !f.leased && !f.over
+	f.leased = true
+	f.mu.Unlock()
+	if ask {
+		f.tell(kvferrypb.CompleteItem_OUTCOME_UNSPECIFIED)
+	}
+}
+
+// acknowledge ends the lease with the outcome, once. What has landed stays to be
+// told to the engine; nothing that happens to the owner changes it.
+func (f *follow) acknowledge(outcome kvferrypb.CompleteItem_Outcome) {
+	f.mu.Lock()
+	tell := f.leased && !f.over
+	f.over = true
+	f.wakeLocked()
+	f.mu.Unlock()
+	if tell {
+		f.tell(outcome)
+	}
+}
+
+// tell queues a word on our lease for the owner.
+func (f *follow) tell(outcome kvferrypb.CompleteItem_Outcome) {
+	if p := f.node.peers.byLife(f.source.Owner); p != nil {
+		p.tell(receipt{sequence: f.source.Sequence, attempt: f.attempt, outcome: outcome, follow: f})
+	}
+}
+
+// fail records a cause and ends the read that runs, if any.
+func (f *follow) fail(cause error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.over {
+		return
+	}
+	if f.err == nil {
+		f.err = cause
+	}
+	if f.running != nil {
+		f.running.cancel(cause)
+	}
+	f.wakeLocked()
+}
+
+// abandon ends a follow whose request has lost its pages. Nobody waits for the
+// read that runs: they are in quarantine until it has ended. f may be nil.
+func (f *follow) abandon(outcome kvferrypb.CompleteItem_Outcome) {
+	if f == nil {
+		return
+	}
+	f.fail(errRemoved)
+	f.acknowledge(outcome)
+}
+
+// refuse notes that the owner gives no lease. A read that runs goes on: its
+// seal decides. One that waits must not wait for ever.
+func (f *follow) refuse(why string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.over {
+		return
+	}
+	f.refused = why
+	f.wakeLocked()
+}
+
+func (f *follow) wakeLocked() {
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+// watch returns what is closed at the next change.
+func (f *follow) watch() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.changed
+}
+
+// reading returns the read that runs or drains, or nil.
+func (f *follow) reading() *reading {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.running
+}
+
+// failure returns how it failed, when nothing drains any more.
+func (f *follow) failure() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.running != nil:
+		return nil
+	case f.err != nil:
+		return f.err
+	case f.refused != "":
+		return endedError(f.refused)
+	default:
+		return nil
+	}
+}
+
+// endedError is the error for an owner's word of how a publication ended.
+func endedError(cause string) error {
+	switch cause {
+	case "expired":
+		return errExpired
+	case "revoked":
+		return errRevoked
+	case "unknown":
+		return fmt.Errorf("owner does not know it: %w", publish.ErrUnknown)
+	default:
+		return fmt.Errorf("owner says %.40q: %w", cause, transfer.ErrStale)
+	}
+}
+
+// retrieve brings a request in: it looks once, or until it is ready, has
+// failed, or the wait is over. A wait that is over ends no read: whoever gives
+// up cancels.
+func (n *Node) retrieve(ctx context.Context, s *session, q query) (answer, error) {
+	ctx, leave, err := n.follows.enter(ctx, q.request)
+	if err != nil {
+		return answer{}, err
+	}
+	defer leave()
+	if q.wait > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeoutCause(ctx, q.wait, errTooLate)
+		defer cancel()
+		q.meet = time.Now().Add(min(q.wait, n.meetTime()))
+	}
+	for {
+		// Watched before it is looked at, so that no change is missed.
+		board, unwatch := n.board.Watch(q.request)
+		met := n.peers.watch()
+		seen, err := n.look(ctx, s, q)
+		if err != nil || seen.readiness == manager.Ready || q.wait <= 0 {
+			unwatch()
+			return seen.answer, err
+		}
+		err = n.await(ctx, q, seen, board, met)
+		unwatch()
+		if err != nil {
+			return seen.answer, err
+		}
+	}
+}
+
+// await returns when it is worth to look again, or the error of one that is not.
+func (n *Node) await(ctx context.Context, q query, seen sight, board, met <-chan struct{}) error {
+	var draining <-chan struct{}
+	if seen.follow == nil { // nothing has begun
+		draining = n.draining
+	}
+	if seen.unknown == nil {
+		met = nil
+	} else {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadlineCause(ctx, q.meet, seen.unknown)
+		defer cancel()
+	}
+	select {
+	case <-board:
+		return nil
+	case <-seen.changed:
+		return nil
+	case <-met:
+		return nil
+	case <-draining:
+		return fmt.Errorf("retrieve %q: %w", q.request, errDraining)
+	case <-n.ctx.Done():
+		return fmt.Errorf("retrieve %q: %w", q.request, errDraining)
+	case <-ctx.Done():
+		return n.tooLate(context.Cause(ctx), q, seen)
+	}
+}
+
+func (n *Node) meetTime() time.Duration {
+	if n.fast() {
+		return meetTime / 10
+	}
+	return meetTime
+}
+
+// tooLate says what was waited for in vain.
+func (n *Node) tooLate(cause error, q query, seen sight) error {
+	switch {
+	case seen.follow != nil:
+	case seen.unknown != nil && (errors.Is(cause, errTooLate) || errors.Is(cause, errUnknownNode)):
+		return seen.unknown
+	case errors.Is(cause, errTooLate):
+		return fmt.Errorf("retrieve %q: waited %v: %w", q.request, q.wait, errNobody)
+	default:
+		return fmt.Errorf("retrieve %q: %w", q.request, cause)
+	}
+	what := "more of it to be published"
+	if seen.readiness == manager.Reading {
+		what = "its pages to land"
+	}
+	return n.failed(seen.follow, fmt.Errorf("waited for %s: %w", what, cause))
+}
+
+// look is one pass: find the source, ask the manager, start what it wants.
+func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
+	f, changed := n.follows.get(q.request)
+	if f != nil {
+		switch landed := f.allLanded(); {
+		case landed != nil && (q.reference == nil || q.reference.Publication == f.source):
+			if seen, ok, err := n.again(q, f, changed, landed); ok {
+				return seen, err
+			}
+			f = nil
+		case landed != nil: // another one is wanted now
+			n.finish(f, kvferrypb.CompleteItem_LANDED)
+			f = nil
+		case q.reference != nil && q.reference.Publication != f.source:
+			return sight{answer: f.answer(manager.Waiting)}, fmt.Errorf("retrieve %q: already reads %s: %w", q.request, f.source, manager.ErrReading)
+		case f.reading() != nil:
+			return sight{answer: f.answer(manager.Reading), follow: f, changed: changed}, nil
+		default:
+			if err := f.failure(); err != nil {
+				n.finish(f, kvferrypb.CompleteItem_FAILED)
+				return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
+			}
+		}
+	}
+	e, source, err := n.source(ctx, q, f)
+	switch {
+	case err != nil && f != nil:
+		if f.allLanded() != nil || f.reading() != nil { // meanwhile, by another call
+			return n.look(ctx, s, q)
+		}
+		if f.failure() != nil || errors.Is(err, errUnknownNode) { // its owner has just gone
+			err = cmp.Or(f.failure(), errOwnerLost)
+		}
+		n.finish(f, kvferrypb.CompleteItem_FAILED)
+		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
+	case errors.Is(err, errUnknownNode) && time.Now().Before(q.meet):
+		return sight{unknown: err}, nil
+	case err != nil:
+		return sight{}, err
+	case source == nil || source.Name.Owner == n.life: // nobody has published it, or there is nothing to bring in
+		out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
+		if err != nil {
+			return sight{}, err
+		}
+		if source == nil {
+			return sight{}, nil
+		}
+		return sight{answer: answer{readiness: out.Readiness, source: source.Name}}, nil
+	}
+	made := false
+	if f == nil {
+		if n.isDraining() {
+			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, errDraining)
+		}
+		if f, changed, made, err = n.accept(ctx, s, q.request, source.Name); err != nil {
+			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, err)
+		}
+		if f.source != source.Name { // another call was faster, with another one
+			return n.look(ctx, s, q)
+		}
+	}
+	out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
+	switch {
+	case err != nil:
+		if made || !errors.Is(err, manager.ErrNoPages) && !errors.Is(err, manager.ErrStepInFlight) {
+			n.finish(f, kvferrypb.CompleteItem_FAILED)
+		}
+		return sight{}, n.failed(f, err)
+	case made && out.Readiness == manager.Ready && out.Start == nil: // it has been here before
+		n.finish(f, kvferrypb.CompleteItem_LANDED)
+		return sight{answer: answer{readiness: manager.Ready, source: source.Name}}, nil
+	}
+	f.keep()
+	if len(out.Unseal) > 0 {
+		n.announceEnds(n.owner.unseal(time.Now(), out.Unseal))
+	}
+	if out.Start != nil {
+		n.read(f, e.Seal, *source, *out.Start)
+	}
+	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed}, nil
+}
+
+// again answers for what has landed before. The owner is not asked any more: it
+// may have let go by now. Not ok: more labels are wanted than were read.
+func (n *Node) again(q query, f *follow, changed <-chan struct{}, landed *manager.Source) (_ sight, ok bool, _ error) {
+	out, err := n.manager.AdmitRetrieve(q.request, q.at, landed, q.minTokens)
+	if err != nil {
+		return sight{answer: f.answer(manager.Waiting)}, true, n.failed(f, err)
+	}
+	if out.Start == nil {
+		return sight{answer: f.answer(out.Readiness), follow: f, changed: changed}, true, nil
+	}
+	_ = n.manager.Failed(out.Start.ID) // nothing of it was begun
+	n.finish(f, kvferrypb.CompleteItem_LANDED)
+	return sight{}, false, nil
+}
+
+func (f *follow) answer(r manager.Readiness) answer {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return answer{readiness: r, source: f.source, transport: f.transport, bytes: f.bytes}
+}
+
+// source finds the publication that the query means, with its pages and its
+// owner's geometry. No source and no error: not published yet.
+func (n *Node) source(ctx context.Context, q query, f *follow) (publish.Entry, *manager.Source, error) {
+	name, err := n.named(q, f)
+	if err != nil || name.Sequence == 0 {
+		return publish.Entry{}, nil, err
+	}
+	if name.Owner == n.life {
+		if _, _, err := n.plog.Find(time.Now(), name.Sequence, q.request); err != nil {
+			return publish.Entry{}, nil, &retrieveError{request: q.request, source: name, err: err}
+		}
+		return publish.Entry{}, &manager.Source{Name: name, Geometry: n.geometry}, nil
+	}
+	e, source, err := n.fetch(ctx, q, name)
+	if err != nil {
+		return publish.Entry{}, nil, &retrieveError{request: q.request, source: name, err: err}
+	}
+	return e, source, nil
+}
+
+// named is the publication that the query means; zero: none is known.
+func (n *Node) named(q query, f *follow) (id.Publication, error) {
+	now := time.Now()
+	switch {
+	case f != nil:
+		return f.source, nil
+	case q.reference != nil && q.reference.Request != q.request:
+		return id.Publication{}, fmt.Errorf("retrieve %q: reference names request %q: %w", q.request, q.reference.Request, wire.ErrReference)
+	case q.reference != nil:
+		return q.reference.Publication, nil
+	}
+	// Our own is the last choice: there is nothing to bring in from it.
+	if all := n.board.ByRequest(now, q.request); len(all) > 0 {
+		return all[0].Name, nil
+	}
+	if _, own, err := n.plog.Find(now, 0, q.request); err == nil {
+		return own, nil
+	}
+	return id.Publication{}, nil
+}
+
+// fetch brings what the owner has said of a publication, and asks it if that is
+// not enough. It waits for a peer that has not answered yet only if the query
+// does.
+func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish.Entry, *manager.Source, error) {
+	p, err := n.peers.owner(name.Owner)
+	if err != nil {
+		return publish.Entry{}, nil, err
+	}
+	if q.wait <= 0 && !p.isKnown() { // whoever polls comes back
+		if err := p.failure(); err != nil {
+			return publish.Entry{}, nil, fmt.Errorf("%w: %w", errTransport, err)
+		}
+		return publish.Entry{}, nil, nil
+	}
+	h, err := p.known(ctx)
+	if err != nil {
+		return publish.Entry{}, nil, err
+	}
+	e, err := n.board.ByName(time.Now(), name)
+	if err != nil || !e.HasTable {
+		// Gossip is a hint; the owner knows.
+		if e, err = n.lookup(ctx, p, name, q.request); err != nil {
+			return publish.Entry{}, nil, err
+		}
+	}
+	return e, &manager.Source{Name: e.Name, Geometry: h.geometry, Publication: e.Publication}, nil
+}
+
+// lookup asks the owner for a publication, and gives its refusal a type.
+func (n *Node) lookup(ctx context.Context, p *peer, name id.Publication, r id.Request) (publish.Entry, error) {
+	a, err := p.lookup(ctx, name.Sequence, r)
+	if err == nil {
+		e, err := n.board.Learn(time.Now(), p.life, a.GetMessage(), id.Request(a.GetRequest()))
+		switch {
+		case errors.Is(err, publish.ErrEnded): // the whole life has, it said goodbye
+			err = fmt.Errorf("%w: %w", errOwnerLost, err)
+		case err == nil && e.Name != name:
+			err = fmt.Errorf("it answers with %s: %w", e.Name, publish.ErrConflict)
+		}
+		if err != nil {
+			return publish.Entry{}, fmt.Errorf("look it up at its owner: %w", err)
+		}
+		return e, nil
+	}
+	if cause, ok := refusalOf(err); ok {
+		n.board.Forget(name)
+		return publish.Entry{}, endedError(cause)
+	}
+	if errors.Is(err, errOwnerLost) || ctx.Err() != nil {
+		return publish.Entry{}, err
+	}
+	return publish.Entry{}, fmt.Errorf("look it up at %s: %w: %w", p.member.Meta.Peer, errTransport, err)
+}
+
+// read starts one retrieval. It owns the retrieval until the manager has been
+// told how it ended.
+func (n *Node) read(f *follow, seal uint32, source manager.Source, r manager.Retrieval) {
+	ctx, cancel := context.WithCancelCause(n.ctx)
+	run := &reading{id: r.ID, cancel: cancel, done: make(chan struct{}), state: "queued"}
+	f.mu.Lock()
+	f.running = run
+	if f.over || f.err != nil { // it ended since it was looked at
+		cancel(cmp.Or(f.err, errRemoved))
+	}
+	f.mu.Unlock()
+	start := time.Now()
+	work := func() {
+		defer cancel(nil)
+		bytes, by, err := n.pull(ctx, f, run, seal, source, r)
+		n.settle(ctx, f, run, source, bytes, by, err, time.Since(start))
+	}
+	if !n.spawn(work) {
+		n.settle(ctx, f, run, source, 0, "", errDraining, 0)
+	}
+}
+
+// pull moves a retrieval's bytes, with another attempt when that can help. It
+// returns when nothing of it can land any more.
+func (n *Node) pull(ctx context.Context, f *follow, run *reading, seal uint32, source manager.Source, r manager.Retrieval) (bytes int64, by string, err error) {
+	// Those in front are bounded each, and the caller may give up and cancel.
+	select {
+	case n.reads <- struct{}{}:
+		defer func() { <-n.reads }()
+	case <-ctx.Done():
+		return 0, "", context.Cause(ctx)
+	}
+	value, _ := id.SealValue(source.Name.Owner.Incarnation, source.Name.Sequence)
+	seals := []transfer.Seal{{Index: seal, Value: value}}
+	wait := n.config.Timers.BackoffMin
+	attempts := n.config.Timers.Attempts
+	for attempt := 1; ; attempt++ {
+		f.state(run, "reading")
+		bytes, by, err = n.pullOnce(ctx, seals, source, r)
+		if err == nil || attempt >= attempts || ctx.Err() != nil || !mayHelp(err) {
+			if err != nil && ctx.Err() != nil {
+				err = context.Cause(ctx)
+			}
+			return bytes, by, err
+		}
+		n.log.Warn("read failed, trying again", "request", string(r.Request), "node", source.Name.Owner.String(), "attempt", attempt, "err", err)
+		f.state(run, "backoff")
+		if !sleep(ctx, wait/2+rand.N(wait/2+1)) { // jitter
+			return bytes, by, context.Cause(ctx)
+		}
+		wait = min(2*wait, n.config.Timers.BackoffMax)
+	}
+}
+
+// mayHelp says whether another attempt can end otherwise.
+func mayHelp(err error) bool {
+	for _, final := range []error{transfer.ErrStale, transfer.ErrIdentity, transfer.ErrRange, errOwnerLost} {
+		if errors.Is(err, final) {
+			return false
+		}
+	}
+	return true
+}
+
+func (n *Node) pullOnce(ctx context.Context, seals []transfer.Seal, source manager.Source, r manager.Retrieval) (int64, string, error) {
+	p := n.peers.byLife(source.Name.Owner)
+	if p == nil {
+		return 0, "", fmt.Errorf("%s: %w", source.Name.Owner, errOwnerLost)
+	}
+	link, by, err := p.reader(ctx)
+	if err != nil {
+		return 0, "", fmt.Errorf("open a link to %s: %w: %w", source.Name.Owner, errTransport, err)
+	}
+	// All are planned before the first is read, so that an error leaves none behind.
+	copies := make([][]transfer.Copy, len(n.ranks))
+	var total int64
+	for i, rank := range n.ranks {
+		for _, m := range r.Moves {
+			remote := transfer.Side{Layout: source.Geometry.Layout, Start: m.RemoteStart, Pages: m.Remote}
+			local := transfer.Side{Layout: n.geometry.Layout, Start: m.LocalStart, Pages: m.Local}
+			if copies[i], err = transfer.Copies(copies[i], rank, remote, local, m.From, m.To); err != nil {
+				return 0, by.Name(), err
+			}
+		}
+		for _, c := range copies[i] {
+			total += c.Bytes
+		}
+		n.metrics.chunks(copies[i])
+	}
+	var reads errgroup.Group // all have returned, whichever failed
+	for _, c := range copies {
+		reads.Go(func() error { return link.Read(ctx, seals, c) })
+	}
+	if err := reads.Wait(); err != nil {
+		if errors.Is(err, transfer.ErrIdentity) || errors.Is(err, transfer.ErrClosed) {
+			p.drop(link)
+		}
+		return 0, by.Name(), err
+	}
+	return total, by.Name(), nil
+}
+
+// settle tells the manager how a retrieval ended, once, then whoever waits.
+func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manager.Source, bytes int64, by string, err error, took time.Duration) {
+	if err == nil {
+		// Refused if the request was removed or reset while the bytes landed.
+		if err = n.manager.Landed(run.id); err != nil {
+			err = fmt.Errorf("%w: %w", errRemoved, err)
+		}
+	}
+	if err != nil {
+		_ = n.manager.Failed(run.id) // unknown only if it was told before
+	}
+	if errors.Is(err, transfer.ErrStale) {
+		n.metrics.stale.WithLabelValues("reader").Inc()
+		n.board.Forget(source.Name)
+		err = n.staleCause(ctx, source.Name, err)
+	}
+	n.metrics.retrieval(err, by, took)
+	f.mu.Lock()
+	f.running = nil
+	if by != "" {
+		f.transport = by
+	}
+	if err == nil {
+		f.bytes += bytes
+		if source.Publication.Final {
+			f.landed, f.err, f.refused = &source, nil, ""
+		}
+	} else if f.err == nil {
+		f.err = err
+	}
+	f.wakeLocked()
+	f.mu.Unlock()
+	switch {
+	case err != nil:
+		f.session.emit(failedEvent(f.request, n.failed(f, err)))
+	case source.Publication.Final:
+		f.acknowledge(kvferrypb.CompleteItem_LANDED)
+		f.session.emit(retrievedEvent(f.request, source.Name.Owner))
+	}
+	close(run.done)
+}
+
+// staleCause asks the owner how the publication ended, to say it.
+func (n *Node) staleCause(ctx context.Context, name id.Publication, err error) error {
+	p := n.peers.byLife(name.Owner)
+	if p == nil {
+		return err
+	}
+	if _, asked := p.lookup(ctx, name.Sequence, ""); asked != nil {
+		if cause, ok := refusalOf(asked); ok {
+			return fmt.Errorf("%w: %w", endedError(cause), err)
+		}
+	}
+	return err
+}
+
+func (f *follow) state(run *reading, s string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	run.state = s
+}
+
+func (f *follow) allLanded() *manager.Source {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.landed
+}
+
+// failed gives a follow's failure its names.
+func (n *Node) failed(f *follow, err error) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return &retrieveError{request: f.request, source: f.source, transport: f.transport, done: f.bytes, err: err}
+}
+
+// cancelRetrieval ends the retrieval of a request, and every call that waits for
+// it, and returns when its pages are safe to reuse, or ctx ends; they stay in
+// quarantine until they are.
+func (n *Node) cancelRetrieval(ctx context.Context, r id.Request, cause error) error {
+	f, calls := n.follows.detach(r, cause)
+	if f != nil {
+		f.fail(cause)
+	}
+	for _, c := range calls { // one of them may be about to read
+		select {
+		case <-c.done:
+		case <-ctx.Done():
+			return fmt.Errorf("cancel %q: %w", r, context.Cause(ctx))
+		}
+	}
+	if f == nil {
+		return nil
+	}
+	running := f.reading()
+	if running != nil {
+		_ = n.manager.Cancel(running.id) // unknown if it has just ended
+	}
+	f.acknowledge(kvferrypb.CompleteItem_FAILED)
+	if running == nil {
+		return nil
+	}
+	select {
+	case <-running.done:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("cancel %q: a read still drains, its pages are in quarantine: %w", r, context.Cause(ctx))
+	}
+}
+
+// renew asks owners to keep what is followed here.
+func (n *Node) renew() {
+	for _, f := range n.follows.active() {
+		f.tell(kvferrypb.CompleteItem_OUTCOME_UNSPECIFIED)
+	}
+}
+
+// retrieveError is the failure of a retrieval; [failureOf] makes the message of it.
+type retrieveError struct {
+	request   id.Request
+	source    id.Publication
+	transport string
+	done      int64
+	err       error
+}
+
+func (e *retrieveError) Error() string {
+	return fmt.Sprintf("retrieve %q from %s: %v", e.request, e.source, e.err)
+}
+
+func (e *retrieveError) Unwrap() error { return e.err }
+
+var errTransport = errors.New("peer cannot be reached")

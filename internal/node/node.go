@@ -1,0 +1,350 @@
+// Package node is one running node: it puts the parts together, and owns every
+// goroutine and every side effect.
+//
+// The two stories of a request are told in prefill.go (publish, and let go by
+// the owner's rule) and decode.go (follow, pull, and settle). Around them:
+// peers.go is this node's hold on the others, session.go the engines at work,
+// lease.go who still reads what, sweep.go everything that happens because time
+// passes, gossip.go what the cluster tells, and engine.go, peer.go, admin.go
+// the three services, thin.
+//
+// Locks are taken in this order, and none is held across I/O or a wait:
+//
+//	sessions → session, owner → follows → follow → peers → peer → (manager, log, board, holds, queue)
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/api/wire"
+	"github.com/kvferry/kvferry/cluster"
+	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
+	"github.com/kvferry/kvferry/internal/page"
+	"github.com/kvferry/kvferry/manager"
+	"github.com/kvferry/kvferry/publish"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+// ErrFenced is wrapped by Err of a node that gave itself up because a newer
+// life of its name is at work.
+var ErrFenced = errors.New("a newer life of this node is at work")
+
+const (
+	drainTime = 5 * time.Second // for what runs when the node is to close
+	leaveTime = 2 * time.Second // for its goodbye
+	joinTime  = time.Second     // for others to say what they remember of us
+	meetTime  = 2 * time.Second // that a reference may be ahead of the news of its owner
+)
+
+// maxPublications are live at once: a seal word each, and one that is not used.
+const maxPublications = memory.Words - 1
+
+// Options set up a Node. A zero field means its default.
+type Options struct {
+	Config  *config.Config // validated; required
+	Logger  *slog.Logger   // default: silent
+	Version string         // shown by status
+
+	wrap func(transfer.Transport) transfer.Transport // for tests: put in front of every transport
+}
+
+// Addresses are where a node is reached: what it advertises.
+type Addresses struct {
+	Gossip netip.AddrPort `json:"gossip"`
+	Peer   netip.AddrPort `json:"peer"`
+	Data   netip.AddrPort `json:"data"`
+	HTTP   netip.AddrPort `json:"http"`
+	Engine string         `json:"engine"` // path of the socket
+}
+
+// Node is one running node. It is safe for concurrent use.
+type Node struct {
+	config   *config.Config
+	log      *slog.Logger
+	version  string
+	life     id.Life
+	group    id.Group
+	geometry page.Geometry
+	ranks    []id.Rank
+	keys     wire.Keys
+	started  time.Time
+
+	arenas     map[id.Rank]*memory.Region
+	seals      *memory.SealTable
+	manager    *manager.Manager
+	plog       *publish.Log
+	board      *publish.Board
+	owner      *owner
+	peers      *peers
+	follows    *follows
+	sessions   *sessions
+	transports []transfer.Transport // in order of preference
+	refused    []transfer.Refusal   // those that are not used, and why
+	reads      chan struct{}        // a place for each read that may run
+	cluster    *cluster.Cluster
+	servers    servers
+	addresses  Addresses
+	metrics    *metrics
+
+	ctx      context.Context //nolint:containedctx // the node's own life, ended by stop
+	stop     context.CancelCauseFunc
+	draining chan struct{} // closed when the node is to close
+	joined   atomic.Bool
+	kick     chan struct{} // one wish is as good as many
+	swept    atomic.Int64  // unix nanoseconds of the last sweep
+
+	mu      sync.Mutex
+	closing bool
+	work    sync.WaitGroup // Add under mu, never when closing
+
+	begin   []func()       // what serves, once everything is open
+	closers []func() error // in order of opening
+	once    sync.Once
+	err     error
+}
+
+// Start opens memory, transports, services, and the cluster, and returns when
+// the node serves; it goes on joining in the background. What cannot be opened
+// ends the start with nothing left open, before anybody has heard of this life.
+func Start(ctx context.Context, o Options) (*Node, error) {
+	store, err := openIncarnations(o.Config.Node.StateDir)
+	if err != nil {
+		return nil, err
+	}
+	n, err := start(ctx, o, store)
+	for tries := 0; err == nil && tries < 3; tries++ {
+		// Peers may know a later life than this clock can tell.
+		higher, again := n.outlivedAtJoin(ctx)
+		if !again {
+			return n, nil
+		}
+		if err := n.Close(ctx); err != nil {
+			return nil, err
+		}
+		store.atLeast = higher + 1
+		n, err = start(ctx, o, store)
+	}
+	return n, err
+}
+
+func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
+	c := o.Config
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	incarnation, err := store.next(time.Now())
+	if err != nil {
+		return nil, err
+	}
+	life := id.Life{Node: id.Node(c.Node.Name), Incarnation: incarnation}
+	n := &Node{
+		config: c, version: o.Version, life: life, group: id.Group(c.Node.Group), started: time.Now(),
+		log:      o.Logger.With("self", life.String()),
+		geometry: c.Geometry(),
+		arenas:   make(map[id.Rank]*memory.Region),
+		follows:  newFollows(),
+		reads:    make(chan struct{}, c.Transfer.Limits.InFlight),
+		kick:     make(chan struct{}, 1),
+		draining: make(chan struct{}),
+	}
+	n.swept.Store(n.started.UnixNano())
+	for _, r := range c.Arena.Ranks {
+		n.ranks = append(n.ranks, id.Rank(r))
+	}
+	for _, k := range c.Cluster.Keyring {
+		n.keys = append(n.keys, k)
+	}
+	n.metrics = newMetrics(n)
+	n.peers = newPeers(n)
+	n.sessions = newSessions(n)
+	// The node outlives the call that starts it.
+	n.ctx, n.stop = context.WithCancelCause(context.WithoutCancel(ctx))
+	openTransports := func(context.Context) error { return n.openTransports(o.wrap) }
+	for _, open := range []func(context.Context) error{
+		n.openMemory, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
+	} {
+		if err := open(ctx); err != nil {
+			n.stop(err)
+			return nil, errors.Join(err, n.closeAll())
+		}
+	}
+	for _, begin := range n.begin {
+		begin()
+	}
+	n.spawn(n.sweep)
+	n.spawn(n.awaitJoined)
+	n.log.Info("node serves", "addresses", n.addresses)
+	return n, nil
+}
+
+// Addresses are where the node is reached.
+func (n *Node) Addresses() Addresses { return n.addresses }
+
+// Life is this life of the node.
+func (n *Node) Life() id.Life { return n.life }
+
+// Done is closed when the node has given itself up; see Err.
+func (n *Node) Done() <-chan struct{} { return n.ctx.Done() }
+
+// Err says why the node gave itself up; nil while it runs and after Close.
+func (n *Node) Err() error {
+	if err := context.Cause(n.ctx); n.ctx.Err() != nil && !errors.Is(err, transfer.ErrClosed) {
+		return err
+	}
+	return nil
+}
+
+// isDraining says that the node takes no new work.
+func (n *Node) isDraining() bool {
+	select {
+	case <-n.draining:
+		return true
+	case <-n.ctx.Done():
+		return true
+	default:
+		return false
+	}
+}
+
+// Close drains: new publications and reads are refused, what runs has until
+// ctx or 5 s, whichever is sooner. Then the node says goodbye and closes
+// everything in reverse order of opening. It may be called twice.
+func (n *Node) Close(ctx context.Context) error {
+	n.once.Do(func() {
+		close(n.draining)
+		n.drain(ctx)
+		n.send(n.plog.Bye())
+		// Also a drain that took all the time there was has a goodbye.
+		leave, cancel := context.WithTimeout(context.WithoutCancel(ctx), leaveTime)
+		defer cancel()
+		if err := n.cluster.Leave(leave); err != nil {
+			n.log.Info("goodbye did not spread", "err", err)
+		}
+		n.stop(transfer.ErrClosed)
+		n.err = n.closeAll()
+		n.log.Info("node closed", "err", n.err)
+	})
+	return n.err
+}
+
+// drain waits until no read runs here and nobody here holds a lease of ours.
+func (n *Node) drain(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, drainTime)
+	defer cancel()
+	for n.ctx.Err() == nil {
+		if n.owner.holds.leased() == 0 && n.follows.running() == 0 || !sleep(ctx, 20*time.Millisecond) {
+			return
+		}
+	}
+}
+
+// closeAll closes in reverse order of opening and waits for every goroutine.
+func (n *Node) closeAll() error {
+	var errs []error
+	for _, c := range slices.Backward(n.closers) {
+		errs = append(errs, c())
+	}
+	n.closers = nil
+	return errors.Join(errs...)
+}
+
+// quiesce ends the node's own goroutines. It runs between the services, which
+// start them, and the memory that they use.
+func (n *Node) quiesce() error {
+	n.peers.close()
+	n.mu.Lock()
+	n.closing = true
+	n.mu.Unlock()
+	n.work.Wait()
+	return nil
+}
+
+// spawn runs f in a goroutine of the node's; false if the node is closing.
+func (n *Node) spawn(f func()) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closing {
+		return false
+	}
+	n.work.Go(f)
+	return true
+}
+
+func (n *Node) openManager(context.Context) error {
+	m, err := manager.New(manager.Options{Life: n.life, Geometry: n.geometry, Ranks: n.ranks})
+	if err != nil {
+		return err
+	}
+	t := n.config.Timers
+	n.manager = m
+	n.plog = publish.NewLog(publish.LogOptions{Life: n.life, Live: maxPublications, Fast: n.fast()})
+	n.board = publish.NewBoard(publish.BoardOptions{Life: n.life, Grace: t.Grace, Fast: n.fast()})
+	n.owner = newOwner(m, n.plog, n.seals, newHolds(holdTimers{
+		hold: t.Hold, lease: t.Lease, maxHold: t.MaxHold, tombstone: t.Tombstone, live: maxPublications, readers: maxReaders,
+	}), maxPublications)
+	return nil
+}
+
+// fast says that intervals between nodes are divided by ten.
+func (n *Node) fast() bool { return n.config.Cluster.Preset == "fast" }
+
+// outlivedAtJoin waits a little for the cluster to list us, and says whether it
+// remembers a later life of this name. That one is dead, or ends now.
+func (n *Node) outlivedAtJoin(ctx context.Context) (id.Incarnation, bool) {
+	ctx, cancel := context.WithTimeout(ctx, joinTime)
+	defer cancel()
+	_ = n.cluster.Joined(ctx) // with nobody there, nobody knows better
+	newest := n.cluster.Newest()
+	return newest, newest > n.life.Incarnation
+}
+
+// awaitJoined notes when the cluster lists us, and gives the node up when a
+// newer life of it appears.
+func (n *Node) awaitJoined() {
+	if err := n.cluster.Joined(n.ctx); err == nil {
+		n.joined.Store(true)
+		n.log.Info("joined", "members", len(n.cluster.Members()))
+	}
+	select {
+	case <-n.cluster.Fenced():
+		n.stop(fmt.Errorf("%s: incarnation %d is in the cluster: %w", n.life, n.cluster.Newest(), ErrFenced))
+	case <-n.ctx.Done():
+	}
+}
+
+// remove ends a request on both sides: what it published ends by the owner's
+// rule, what it reads stops, and that publication's owner is told the outcome:
+// declined if nobody here will ever read it.
+func (n *Node) remove(r id.Request, discard bool, outcome kvferrypb.CompleteItem_Outcome) error {
+	// As one, so that nothing of the next life of the id is ended.
+	n.sessions.mu.Lock()
+	ends, out, err := n.owner.remove(time.Now(), r, discard)
+	delete(n.sessions.requests, r)
+	f, _ := n.follows.detach(r, errRemoved)
+	n.sessions.mu.Unlock()
+	f.abandon(outcome)
+	n.announceEnds(ends, out)
+	return err
+}
+
+// reset empties a request.
+func (n *Node) reset(r id.Request, free bool) error {
+	n.sessions.mu.Lock()
+	ends, out, err := n.owner.reset(time.Now(), r, free)
+	f, _ := n.follows.detach(r, errRemoved)
+	n.sessions.mu.Unlock()
+	f.abandon(kvferrypb.CompleteItem_FAILED)
+	n.announceEnds(ends, out)
+	return err
+}

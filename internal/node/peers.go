@@ -1,0 +1,735 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvferry/kvferry/api/client"
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/cluster"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
+	"github.com/kvferry/kvferry/publish"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+var (
+	// errOwnerLost: the life that owns a publication is gone.
+	errOwnerLost = errors.New("owner is gone")
+	// errUnknownNode: no member of that name.
+	errUnknownNode = errors.New("no such node in the cluster")
+)
+
+// Bounds of what waits for one peer. What does not fit is dropped: a push
+// is repeated by gossip, a lease by its renewal, and a lost acknowledgement
+// costs one lease.
+const (
+	maxPeers    = 4096
+	maxPushes   = 4096
+	maxReceipts = 65536
+	callTimeout = 2 * time.Second
+	pushTimeout = 5 * time.Second
+
+	probeInterval = 500 * time.Millisecond // of a life that is fenced here
+
+	maxTransports = 16   // that a peer says it has
+	maxDescriptor = 4096 // bytes of one
+)
+
+// peers are the other members, each life an own [peer].
+type peers struct {
+	node *Node
+
+	mu     sync.Mutex
+	byName map[id.Node]*peer
+	met    chan struct{} // closed when a life is met, then replaced
+	closed bool
+}
+
+// peer is this node's hold on one life of another node: its control
+// connection, what its Hello said, and the link that reads its pages. It owns
+// two goroutines: one warms up and settles leases, the other pushes.
+type peer struct {
+	node   *Node
+	life   id.Life
+	member cluster.Member
+	conn   *grpc.ClientConn
+	rpc    kvferrypb.PeerClient
+	ctx    context.Context //nolint:containedctx // the peer's own life, ended by stop
+	stop   context.CancelCauseFunc
+	work   sync.WaitGroup
+
+	greeted  chan struct{} // closed when hello has succeeded
+	receipts *queue[receipt]
+	pushes   *queue[pushItem]
+	snapshot chan struct{} // one wish is as good as many
+
+	mu      sync.Mutex
+	hello   hello // valid once greeted is closed
+	link    transfer.Link
+	by      transfer.Transport
+	refused []transfer.Refusal
+	lastErr error
+	suspect bool // fenced here, until a probe succeeds
+}
+
+// hello is what a peer said of itself.
+type hello struct {
+	geometry    page.Geometry
+	arenas      map[id.Rank]int64
+	descriptors map[string][]byte
+}
+
+// pushItem is an announcement or the end of a publication.
+type pushItem struct {
+	announcement []byte
+	request      id.Request
+	ended        id.Sequence
+	cause        string
+}
+
+// receipt asks for, renews, or ends a lease of ours at the peer.
+type receipt struct {
+	sequence id.Sequence
+	attempt  uint32
+	outcome  kvferrypb.CompleteItem_Outcome // unspecified: grant or renew
+	follow   *follow                        // who is told of a refusal; nil: nobody
+}
+
+func newPeers(n *Node) *peers {
+	return &peers{node: n, byName: make(map[id.Node]*peer), met: make(chan struct{})}
+}
+
+// add meets a life; an older one of the same node is dropped first.
+func (ps *peers) add(m cluster.Member) {
+	conn, err := grpc.NewClient("passthrough:///"+m.Meta.Peer.String(),
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
+			MinConnectTimeout: time.Second,
+		}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 3 * time.Second, PermitWithoutStream: true}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(client.MaxMessage), grpc.MaxCallSendMsgSize(client.MaxMessage)),
+		grpc.WithMaxHeaderListSize(64<<10), // an error comes in a header
+	)
+	if err != nil {
+		ps.node.log.Error("peer address is unusable", "peer", m.Life.String(), "address", m.Meta.Peer.String(), "err", err)
+		return
+	}
+	ctx, stop := context.WithCancelCause(context.Background())
+	p := &peer{
+		node: ps.node, life: m.Life, member: m, conn: conn, rpc: kvferrypb.NewPeerClient(conn),
+		ctx: ctx, stop: stop,
+		greeted:  make(chan struct{}),
+		receipts: newQueue[receipt](maxReceipts),
+		pushes:   newQueue[pushItem](maxPushes),
+		snapshot: make(chan struct{}, 1),
+	}
+	ps.mu.Lock()
+	old := ps.byName[m.Life.Node]
+	full := old == nil && len(ps.byName) >= maxPeers
+	if ps.closed || full {
+		ps.mu.Unlock()
+		stop(transfer.ErrClosed)
+		_ = conn.Close()
+		if full {
+			ps.node.log.Warn("too many members, one is not used", "node", m.Life.String(), "most", maxPeers)
+		}
+		return
+	}
+	ps.byName[m.Life.Node] = p
+	// Started under the mutex, so that nobody closes a peer that has yet to start.
+	p.work.Go(p.settle)
+	p.work.Go(p.pushAll)
+	ps.mu.Unlock()
+	if old != nil {
+		old.close(fmt.Errorf("%s was replaced by %s: %w", old.life, p.life, errOwnerLost))
+	}
+	p.show()
+	ps.mu.Lock()
+	close(ps.met)
+	ps.met = make(chan struct{})
+	ps.mu.Unlock()
+}
+
+// watch returns what is closed when the next life is met.
+func (ps *peers) watch() <-chan struct{} {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	return ps.met
+}
+
+// owner returns the peer of exactly this life; the error says what became of it.
+func (ps *peers) owner(l id.Life) (*peer, error) {
+	p := ps.byNode(l.Node)
+	self := ps.node.life
+	switch {
+	case p != nil && p.life == l:
+		return p, nil
+	case l.Node == self.Node && l.Incarnation < self.Incarnation:
+		return nil, fmt.Errorf("%s was an earlier life of this node: %w", l, errOwnerLost)
+	case p != nil && l.Incarnation < p.life.Incarnation:
+		return nil, fmt.Errorf("%s lives now: %w", p.life, errOwnerLost)
+	default:
+		return nil, fmt.Errorf("%s: %w", l, errUnknownNode)
+	}
+}
+
+// show tells the board whether what the peer owns can be read. It is the only
+// one that does, so that the last word is the right one.
+func (p *peer) show() {
+	p.mu.Lock()
+	out := p.node.board.Member(time.Now(), p.life, !p.suspect && p.ctx.Err() == nil)
+	p.mu.Unlock()
+	p.node.send(out)
+}
+
+// remove drops a life that has gone.
+func (ps *peers) remove(life id.Life) {
+	ps.mu.Lock()
+	p := ps.byName[life.Node]
+	if p == nil || p.life != life {
+		ps.mu.Unlock()
+		return
+	}
+	delete(ps.byName, life.Node)
+	ps.mu.Unlock()
+	p.close(fmt.Errorf("%s left: %w", life, errOwnerLost))
+}
+
+func (ps *peers) byNode(n id.Node) *peer {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	return ps.byName[n]
+}
+
+func (ps *peers) byLife(l id.Life) *peer {
+	if p := ps.byNode(l.Node); p != nil && p.life == l {
+		return p
+	}
+	return nil
+}
+
+func (ps *peers) all() []*peer {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	all := make([]*peer, 0, len(ps.byName))
+	for _, p := range ps.byName {
+		all = append(all, p)
+	}
+	return all
+}
+
+func (ps *peers) close() {
+	ps.mu.Lock()
+	ps.closed = true
+	ps.mu.Unlock()
+	for _, p := range ps.all() {
+		ps.remove(p.life)
+	}
+}
+
+// close hides this life, ends what uses it, and does not wait for reads, which
+// drain in their own time.
+func (p *peer) close(cause error) {
+	p.stop(cause)
+	p.show()
+	_ = p.conn.Close()
+	p.mu.Lock()
+	link := p.link
+	p.link = nil
+	p.mu.Unlock()
+	p.node.follows.lost(p.life, cause)
+	rest := func() {
+		p.work.Wait()
+		if link != nil {
+			_ = link.Close()
+		}
+	}
+	if !p.node.spawn(rest) {
+		rest()
+	}
+}
+
+// settle warms the peer up, then grants, renews, and ends leases in the order
+// in which they were asked for, as many in one call as wait.
+func (p *peer) settle() {
+	if !p.greet() {
+		return
+	}
+	for {
+		select {
+		case <-p.ctx.Done():
+			return
+		case <-p.snapshot:
+			p.fetchSnapshot()
+		case <-p.receipts.wake:
+		}
+		for batch := p.receipts.take(1024); len(batch) > 0; batch = p.receipts.take(1024) {
+			p.settleBatch(batch)
+		}
+	}
+}
+
+// greet says hello until it is answered; false if the peer ended first.
+func (p *peer) greet() bool {
+	wait := 20 * time.Millisecond
+	for {
+		start := time.Now()
+		h, err := p.sayHello()
+		p.node.metrics.handshake(time.Since(start), err)
+		p.mu.Lock()
+		p.hello, p.lastErr = h, err
+		p.mu.Unlock()
+		if err == nil {
+			for _, d := range p.node.geometry.Differences(h.geometry) {
+				p.node.metrics.incompatible(d.Field)
+				p.node.log.Warn("peer holds other KV", "node", p.life.String(), "field", d.Field, "ours", d.Ours, "theirs", d.Theirs)
+			}
+			close(p.greeted)
+			return true
+		}
+		p.node.log.Debug("hello failed", "node", p.life.String(), "err", err)
+		if !sleep(p.ctx, wait) {
+			return false
+		}
+		wait = min(2*wait, time.Second)
+	}
+}
+
+// sayHello asks the peer what it is. It is constant in a life.
+func (p *peer) sayHello() (hello, error) {
+	ctx, cancel := context.WithTimeout(p.ctx, callTimeout)
+	defer cancel()
+	req := p.node.helloRequest()
+	req.To, req.ToIncarnation = string(p.life.Node), uint64(p.life.Incarnation)
+	res, err := p.rpc.Hello(ctx, req)
+	if err == nil {
+		if got := lifeOf(res.GetLife()); got != p.life {
+			err = fmt.Errorf("%s answered: %w", got, transfer.ErrIdentity)
+		}
+	}
+	var h hello
+	if err == nil {
+		h, err = checkHello(res)
+	}
+	if err != nil {
+		return hello{}, fmt.Errorf("hello to %s at %s: %w", p.life, p.member.Meta.Peer, err)
+	}
+	return h, nil
+}
+
+// checkHello believes nothing.
+func checkHello(res *kvferrypb.HelloResponse) (hello, error) {
+	g, err := kvferrypb.ToGeometry(res.GetGeometry())
+	if err != nil {
+		return hello{}, err
+	}
+	h := hello{geometry: g, arenas: make(map[id.Rank]int64), descriptors: make(map[string][]byte)}
+	if len(res.GetArenas()) > id.MaxRanks || len(res.GetTransports()) > maxTransports {
+		return hello{}, fmt.Errorf("%d arenas, %d transports: %w", len(res.GetArenas()), len(res.GetTransports()), page.ErrInvalid)
+	}
+	for _, a := range res.GetArenas() {
+		if a.GetRank() >= id.MaxRanks || a.GetBytes() != uint64(g.Layout.Bytes()) {
+			return hello{}, fmt.Errorf("arena of rank %d has %d bytes, its geometry %d: %w", a.GetRank(), a.GetBytes(), g.Layout.Bytes(), page.ErrInvalid)
+		}
+		h.arenas[id.Rank(a.GetRank())] = int64(a.GetBytes())
+	}
+	for _, t := range res.GetTransports() {
+		if len(t.GetAddress()) > maxDescriptor {
+			return hello{}, fmt.Errorf("descriptor of %.40q has %d bytes, at most %d: %w", t.GetName(), len(t.GetAddress()), maxDescriptor, page.ErrInvalid)
+		}
+		h.descriptors[t.GetName()] = t.GetAddress()
+	}
+	return h, nil
+}
+
+// known returns what hello said, waiting for it no longer than ctx.
+func (p *peer) known(ctx context.Context) (hello, error) {
+	select {
+	case <-p.greeted:
+	case <-p.ctx.Done():
+		return hello{}, context.Cause(p.ctx)
+	case <-ctx.Done():
+		if err := p.failure(); err != nil && errors.Is(context.Cause(ctx), errTooLate) {
+			return hello{}, fmt.Errorf("%w: %w", errTransport, err)
+		}
+		return hello{}, fmt.Errorf("hello to %s at %s is not answered yet: %w", p.life, p.member.Meta.Peer, context.Cause(ctx))
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.hello, nil
+}
+
+// failure is what went wrong last, nil if nothing did.
+func (p *peer) failure() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.lastErr
+}
+
+func (p *peer) isKnown() bool {
+	select {
+	case <-p.greeted:
+		return true
+	default:
+		return false
+	}
+}
+
+// reader returns the link to the peer's memory, opened at the first call.
+func (p *peer) reader(ctx context.Context) (transfer.Link, transfer.Transport, error) {
+	h, err := p.known(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	p.mu.Lock()
+	link, by := p.link, p.by
+	p.mu.Unlock()
+	if link != nil {
+		return link, by, nil
+	}
+	by, link, refused, err := transfer.Choose(ctx, p.node.transports, transfer.Peer{Life: p.life, ArenaBytes: h.arenas}, h.descriptors)
+	p.mu.Lock()
+	p.refused, p.lastErr = refused, err
+	if err == nil && p.link != nil { // somebody was faster
+		spare := link
+		link, by = p.link, p.by
+		p.mu.Unlock()
+		_ = spare.Close()
+		return link, by, nil
+	}
+	if err == nil && p.ctx.Err() != nil {
+		p.mu.Unlock()
+		_ = link.Close()
+		return nil, nil, context.Cause(p.ctx)
+	}
+	if err == nil {
+		p.link, p.by = link, by
+	}
+	p.mu.Unlock()
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, r := range refused {
+		p.node.metrics.fallbacks.WithLabelValues(r.Transport, by.Name(), "unavailable").Inc()
+	}
+	return link, by, nil
+}
+
+// drop closes a link that has failed; the next reader opens another.
+func (p *peer) drop(link transfer.Link) {
+	p.mu.Lock()
+	same := p.link == link
+	if same {
+		p.link = nil
+	}
+	p.mu.Unlock()
+	if same {
+		_ = link.Close()
+	}
+}
+
+// tell queues a receipt. A full queue drops it: the lease then runs out.
+func (p *peer) tell(r receipt) {
+	if !p.receipts.add(r) {
+		p.node.metrics.acks.WithLabelValues("dropped").Inc()
+	}
+}
+
+func (p *peer) settleBatch(batch []receipt) {
+	for len(batch) > 0 {
+		n := 1
+		ends := batch[0].outcome != kvferrypb.CompleteItem_OUTCOME_UNSPECIFIED
+		for n < len(batch) && (batch[n].outcome != kvferrypb.CompleteItem_OUTCOME_UNSPECIFIED) == ends {
+			n++
+		}
+		var err error
+		if ends {
+			err = p.complete(batch[:n])
+		} else {
+			err = p.lease(batch[:n])
+		}
+		if err != nil {
+			p.node.log.Debug("lease call failed", "node", p.life.String(), "err", err)
+			// Once more for what ends a lease: it frees the owner's pages. A grant is renewed anyway.
+			if ends && sleep(p.ctx, 50*time.Millisecond) {
+				err = p.complete(batch[:n])
+			}
+			if err != nil && ends {
+				p.node.metrics.acks.WithLabelValues("lost").Add(float64(n))
+			}
+		}
+		batch = batch[n:]
+	}
+}
+
+func (p *peer) lease(batch []receipt) error {
+	req := &kvferrypb.LeaseRequest{Incarnation: uint64(p.life.Incarnation), Reader: lifeMessage(p.node.life)}
+	for _, r := range batch {
+		req.Items = append(req.Items, &kvferrypb.LeaseItem{Sequence: uint64(r.sequence), Attempt: r.attempt})
+	}
+	ctx, cancel := context.WithTimeout(p.ctx, callTimeout)
+	defer cancel()
+	res, err := p.rpc.Lease(ctx, req)
+	if err != nil {
+		return err
+	}
+	for i, r := range res.GetResults() {
+		if i >= len(batch) {
+			break
+		}
+		if why := r.GetRefused(); why != "" && why != refusedFull && batch[i].follow != nil {
+			batch[i].follow.refuse(r.GetRefused())
+		}
+		p.node.metrics.renewal(r.GetRefused())
+	}
+	return nil
+}
+
+func (p *peer) complete(batch []receipt) error {
+	req := &kvferrypb.CompleteRequest{Incarnation: uint64(p.life.Incarnation), Reader: lifeMessage(p.node.life)}
+	for _, r := range batch {
+		req.Items = append(req.Items, &kvferrypb.CompleteItem{Sequence: uint64(r.sequence), Attempt: r.attempt, Outcome: r.outcome})
+	}
+	ctx, cancel := context.WithTimeout(p.ctx, callTimeout)
+	defer cancel()
+	_, err := p.rpc.Complete(ctx, req)
+	return err
+}
+
+// lookup asks the owner for one of its publications.
+func (p *peer) lookup(ctx context.Context, s id.Sequence, r id.Request) (*kvferrypb.Announcement, error) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	res, err := p.rpc.Lookup(ctx, &kvferrypb.LookupRequest{Incarnation: uint64(p.life.Incarnation), Sequence: uint64(s), Request: string(r)})
+	if err != nil {
+		if p.ctx.Err() != nil {
+			err = context.Cause(p.ctx)
+		}
+		return nil, err
+	}
+	return res.GetAnnouncement(), nil
+}
+
+func (p *peer) wantSnapshot() {
+	select {
+	case p.snapshot <- struct{}{}:
+	default:
+	}
+}
+
+// maxSnapshot bounds the bytes of one snapshot.
+const maxSnapshot = 256 << 20
+
+// fetchSnapshot replaces what the board knows of the owner by what it says.
+func (p *peer) fetchSnapshot() {
+	ctx, cancel := context.WithTimeout(p.ctx, 10*time.Second)
+	defer cancel()
+	items, err := p.readSnapshot(ctx)
+	if err == nil {
+		err = p.node.board.Sync(time.Now(), p.life, items)
+	}
+	if err != nil && p.ctx.Err() == nil {
+		p.node.log.Warn("snapshot failed", "node", p.life.String(), "err", err)
+	}
+}
+
+func (p *peer) readSnapshot(ctx context.Context) (items [][]byte, err error) {
+	stream, err := p.rpc.Snapshot(ctx, &kvferrypb.SnapshotRequest{Incarnation: uint64(p.life.Incarnation)})
+	if err != nil {
+		return nil, err
+	}
+	for bytes := 0; ; {
+		i, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return items, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		if bytes += len(i.GetMessage()); bytes > maxSnapshot {
+			return nil, fmt.Errorf("snapshot is over %d bytes: %w", maxSnapshot, publish.ErrFull)
+		}
+		items = append(items, i.GetMessage())
+	}
+}
+
+// push queues an item. A full queue drops it: gossip carries it, too.
+func (p *peer) push(i pushItem) {
+	if !p.pushes.add(i) {
+		p.node.metrics.pushDropped.Inc()
+	}
+}
+
+// pushAll keeps a Push stream to the peer. The stream stands also when there is
+// nothing to push: its break tells the peer at once that this process is gone.
+func (p *peer) pushAll() {
+	wait := 20 * time.Millisecond
+	for p.ctx.Err() == nil {
+		select {
+		case <-p.greeted:
+		case <-p.ctx.Done():
+			return
+		}
+		start := time.Now()
+		err := p.pushStream()
+		if time.Since(start) > time.Second {
+			wait = 20 * time.Millisecond
+		}
+		p.node.log.Debug("push stream ended", "node", p.life.String(), "err", err)
+		if !sleep(p.ctx, wait) {
+			return
+		}
+		wait = min(2*wait, time.Second)
+	}
+}
+
+func (p *peer) pushStream() error {
+	ctx, cancel := context.WithCancel(p.ctx)
+	defer cancel()
+	stream, err := p.rpc.Push(ctx)
+	if err != nil {
+		return err
+	}
+	from := lifeMessage(p.node.life)
+	if err := stream.Send(&kvferrypb.PushRequest{From: from}); err != nil {
+		return err
+	}
+	broken := make(chan error, 1) // one answer, also when nobody waits any more
+	var receiver sync.WaitGroup
+	receiver.Go(func() {
+		for {
+			if _, err := stream.Recv(); err != nil {
+				broken <- err
+				return
+			}
+		}
+	})
+	defer receiver.Wait()
+	defer cancel()
+	for {
+		select {
+		case err := <-broken:
+			return err
+		case <-ctx.Done():
+			return context.Cause(p.ctx)
+		case <-p.pushes.wake:
+		}
+		for items := p.pushes.take(64); len(items) > 0; items = p.pushes.take(64) {
+			for _, i := range items {
+				// Send blocks while the peer's window is full: a peer that takes
+				// nothing for so long loses the stream, not us.
+				stalled := time.AfterFunc(pushTimeout, cancel)
+				err := stream.Send(i.message(from))
+				stalled.Stop()
+				if err != nil {
+					return err
+				}
+			}
+		}
+	}
+}
+
+func (i pushItem) message(from *kvferrypb.Life) *kvferrypb.PushRequest {
+	req := &kvferrypb.PushRequest{From: from}
+	if i.announcement != nil {
+		req.What = &kvferrypb.PushRequest_Announcement{Announcement: &kvferrypb.Announcement{Message: i.announcement, Request: string(i.request)}}
+	} else {
+		req.What = &kvferrypb.PushRequest_Ended{Ended: &kvferrypb.Ended{Sequence: uint64(i.ended), Cause: i.cause}}
+	}
+	return req
+}
+
+// fence hides a life whose stream broke until a probe shows that it lives;
+// gossip would take seconds to notice a killed process.
+func (n *Node) fence(life id.Life) {
+	p := n.peers.byLife(life)
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	again := p.suspect
+	p.suspect = true
+	p.mu.Unlock()
+	if again {
+		return
+	}
+	p.show()
+	n.spawn(p.probe)
+}
+
+// probe says hello again until it succeeds or the life has gone.
+func (p *peer) probe() {
+	for {
+		_, err := p.sayHello()
+		if p.ctx.Err() != nil {
+			return
+		}
+		if err == nil {
+			p.mu.Lock()
+			p.suspect = false
+			p.mu.Unlock()
+			p.show()
+			return
+		}
+		// A process that is merely stopped does not refuse; gossip decides on it.
+		if status.Code(err) != codes.DeadlineExceeded {
+			p.node.follows.lost(p.life, fmt.Errorf("%w: %w", errOwnerLost, err))
+		}
+		if !sleep(p.ctx, probeInterval) {
+			return
+		}
+	}
+}
+
+// state is for people to look at.
+func (p *peer) state() (state, transport string, refused []transfer.Refusal, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.suspect:
+		state = "suspect"
+	case p.isKnown():
+		state = "connected"
+	case p.lastErr != nil:
+		state = "failed"
+	default:
+		state = "connecting"
+	}
+	if p.by != nil {
+		transport = p.by.Name()
+	}
+	return state, transport, p.refused, p.lastErr
+}
+
+func lifeMessage(l id.Life) *kvferrypb.Life {
+	return &kvferrypb.Life{Node: string(l.Node), Incarnation: uint64(l.Incarnation)}
+}
+
+func lifeOf(m *kvferrypb.Life) id.Life {
+	return id.Life{Node: id.Node(m.GetNode()), Incarnation: id.Incarnation(m.GetIncarnation())}
+}
+
+// sleep waits; false if ctx ended first.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

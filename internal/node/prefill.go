@@ -1,0 +1,349 @@
+package node
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry/api/wire"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
+	"github.com/kvferry/kvferry/manager"
+	"github.com/kvferry/kvferry/publish"
+)
+
+// owner is the prefill side: it publishes what the engine has committed, and
+// lets go of it by the owner's rule.
+//
+// Everything that names or frees a published page goes through it, under one
+// mutex, because the order is what makes a pull safe:
+//
+//	publish:  the manager holds the pages → the word is set → the log announces
+//	end:      the word is cleared → the log releases → the manager frees
+//
+// Nothing in between waits: what is to be sent is returned to be sent after.
+type owner struct {
+	manager *manager.Manager
+	log     *publish.Log
+	seals   *memory.SealTable
+	holds   *holds
+	most    int // live publications
+
+	mu        sync.Mutex
+	published map[manager.PublicationID]*published
+	bySeq     map[id.Sequence]*published
+	ended     map[string]uint64 // by cause, for metrics
+}
+
+// published is one live publication of ours.
+type published struct {
+	id       manager.PublicationID
+	name     id.Publication
+	seal     uint32
+	value    manager.Publication // as last published
+	sequence id.Sequence         // of the newest announcement
+	session  *session            // who is told when it ends; nil: nobody
+	created  time.Time
+}
+
+// ending is a publication that has just ended.
+type ending struct {
+	*published
+	cause   string
+	readers []id.Life // who held a lease
+}
+
+// publishOptions are what Engine.Publish may choose. A zero field means its default.
+type publishOptions struct {
+	target  id.Node
+	readers int
+	hold    time.Duration
+	final   bool
+}
+
+// newOwner takes a log and holds that have room for most publications.
+func newOwner(m *manager.Manager, log *publish.Log, seals *memory.SealTable, h *holds, most int) *owner {
+	return &owner{
+		manager: m, log: log, seals: seals, holds: h, most: most,
+		published: make(map[manager.PublicationID]*published),
+		bySeq:     make(map[id.Sequence]*published),
+		ended:     make(map[string]uint64),
+	}
+}
+
+// offer is what came of a publish.
+type offer struct {
+	published
+	full []byte // the announcement with all its pages
+	out  publish.Output
+	ends []ending // the publication itself, if it could not go on
+}
+
+// publish offers what is committed of a request. It returns the publication
+// as it is now and, also with an error, what is to be told.
+func (o *owner) publish(now time.Time, s *session, r id.Request, po publishOptions) (offer, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	// Asked for before the manager, which would end the request's publication
+	// for good if it had to be given up again.
+	if len(o.published) >= o.most && !o.publishes(r) {
+		return offer{}, fmt.Errorf("publish %q: %d publications are live: %w", r, len(o.published), publish.ErrFull)
+	}
+	value, err := o.manager.Publish(r, po.final)
+	if err != nil {
+		return offer{}, err
+	}
+	// From here on the manager holds the pages: whatever fails must end the
+	// publication again.
+	p := o.published[value.ID]
+	if p == nil {
+		name, seal, word, err := o.log.Reserve(value.ID)
+		if err != nil {
+			o.manager.Unsealed(value.ID)
+			return offer{}, fmt.Errorf("publish %q: %w", r, err)
+		}
+		o.seals.Store(seal, word)
+		p = &published{id: value.ID, name: name, seal: seal, session: s, created: now}
+		o.published[p.id] = p
+		o.bySeq[name.Sequence] = p
+	}
+	p.value = value
+	// Held before it is announced, so that whoever hears of it gets its lease.
+	if err := o.holds.publish(now, p.name.Sequence, holdOptions{readers: po.readers, hold: po.hold, final: po.final}); err != nil {
+		return o.failLocked(now, p, fmt.Errorf("publish %q: %w", r, err))
+	}
+	// A final one is offered for its hold, an open one for as long as it may
+	// grow: its pages are its request's anyway.
+	ttl := po.hold
+	if !po.final {
+		ttl = o.holds.timers.maxHold
+	}
+	announced, err := o.log.Announce(now, value, ttl)
+	if err != nil {
+		return o.failLocked(now, p, fmt.Errorf("publish %q: %w", r, err))
+	}
+	p.sequence = announced.Sequence
+	return offer{published: *p, full: announced.Full, out: announced.Output}, nil
+}
+
+// publishes says that a live publication is the request's.
+func (o *owner) publishes(r id.Request) bool {
+	state, err := o.manager.Request(r)
+	return err == nil && state.Published != 0
+}
+
+// failLocked gives a publication up that could not be made, or could not grow.
+// If it had run out, it says so.
+func (o *owner) failLocked(now time.Time, p *published, err error) (offer, error) {
+	cause := o.holds.cause(p.name.Sequence)
+	if cause == "" {
+		cause = "failed"
+	}
+	ends, out := o.unsealLocked(now, []manager.PublicationID{p.id}, cause)
+	return offer{out: out, ends: ends}, err
+}
+
+// remove ends a request; see [manager.Manager.Remove].
+func (o *owner) remove(now time.Time, r id.Request, discard bool) ([]ending, publish.Output, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	removed, err := o.manager.Remove(r, discard)
+	ends, out := o.unsealLocked(now, removed.Unseal, "revoked")
+	return ends, out, err
+}
+
+// reset empties a request; see [manager.Manager.Reset].
+func (o *owner) reset(now time.Time, r id.Request, free bool) ([]ending, publish.Output, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	removed, err := o.manager.Reset(r, free)
+	ends, out := o.unsealLocked(now, removed.Unseal, "revoked")
+	return ends, out, err
+}
+
+// unseal ends publications whose pages the manager has taken from a request.
+func (o *owner) unseal(now time.Time, ids []manager.PublicationID) ([]ending, publish.Output) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.unsealLocked(now, ids, "revoked")
+}
+
+// revoke ends one publication.
+func (o *owner) revoke(now time.Time, s id.Sequence) ([]ending, publish.Output, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p := o.bySeq[s]
+	if p == nil {
+		return nil, publish.Output{}, publish.ErrUnknown
+	}
+	ends, out := o.unsealLocked(now, []manager.PublicationID{p.id}, "revoked")
+	return ends, out, nil
+}
+
+// sweep ends every publication that is due.
+func (o *owner) sweep(now time.Time) ([]ending, publish.Output) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	var ends []ending
+	var out publish.Output
+	for _, due := range o.holds.due(now) {
+		if p := o.bySeq[due.seq]; p != nil {
+			ends, out = o.freeLocked(now, p, due, ends, out)
+		}
+	}
+	return ends, out
+}
+
+func (o *owner) unsealLocked(now time.Time, ids []manager.PublicationID, cause string) ([]ending, publish.Output) {
+	var ends []ending
+	var out publish.Output
+	for _, i := range ids {
+		p := o.published[i]
+		if p == nil { // the manager held it, but it was never announced
+			o.manager.Unsealed(i)
+			continue
+		}
+		end := heldEnd{seq: p.name.Sequence, cause: cause, readers: o.holds.end(now, p.name.Sequence, cause)}
+		ends, out = o.freeLocked(now, p, end, ends, out)
+	}
+	return ends, out
+}
+
+// freeLocked is the owner's rule: the word first, everything else after.
+func (o *owner) freeLocked(now time.Time, p *published, end heldEnd, ends []ending, out publish.Output) ([]ending, publish.Output) {
+	o.seals.Store(p.seal, 0)
+	released, err := o.log.Release(now, p.id)
+	if err != nil && !errors.Is(err, publish.ErrUnknown) {
+		panic(fmt.Sprintf("release %s: %v", p.name, err)) // we hold it, so the log does
+	}
+	o.manager.Unsealed(p.id)
+	delete(o.published, p.id)
+	delete(o.bySeq, p.name.Sequence)
+	o.ended[end.cause]++
+	return append(ends, ending{p, end.cause, end.readers}), merge(out, released)
+}
+
+// find returns a live publication of ours for a peer, with all its pages.
+func (o *owner) find(now time.Time, s id.Sequence, r id.Request) (full []byte, request id.Request, err error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	full, name, err := o.log.Find(now, s, r)
+	if err != nil {
+		return nil, "", err
+	}
+	p := o.bySeq[name.Sequence]
+	if p == nil {
+		return nil, "", publish.ErrEnded
+	}
+	return full, p.value.Request, nil
+}
+
+// live lists all publications of ours for people and for Snapshot, oldest first.
+func (o *owner) live() []published {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	all := make([]published, 0, len(o.published))
+	for _, p := range o.published {
+		all = append(all, *p)
+	}
+	slices.SortFunc(all, func(a, b published) int { return cmp.Compare(a.id, b.id) })
+	return all
+}
+
+// forget makes sure that a session that has ended is told nothing more.
+func (o *owner) forget(s *session) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, p := range o.published {
+		if p.session == s {
+			p.session = nil
+		}
+	}
+}
+
+// endings returns how many publications have ended, by cause.
+func (o *owner) endings() map[string]uint64 {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return maps.Clone(o.ended)
+}
+
+// reference names the publication for routers and readers.
+func (p published) reference(keys wire.Keys) (string, error) {
+	return keys.Encode(wire.Reference{Publication: p.name, Request: p.value.Request, Seal: p.seal})
+}
+
+func merge(a, b publish.Output) publish.Output {
+	return publish.Output{
+		Broadcast: append(a.Broadcast, b.Broadcast...),
+		Send:      append(a.Send, b.Send...),
+		Resync:    append(a.Resync, b.Resync...),
+		Newer:     max(a.Newer, b.Newer),
+	}
+}
+
+// maxReaders bounds the nodes that one publication waits for.
+const maxReaders = 256
+
+// publish is one publish of an engine: held, sealed, announced, and pushed to
+// the node that is to read it.
+func (n *Node) publish(s *session, r id.Request, po publishOptions) (published, error) {
+	// What has begun may go on, so that its readers come to an end.
+	if n.isDraining() && !n.owner.publishes(r) {
+		return published{}, fmt.Errorf("publish %q: %w", r, errDraining)
+	}
+	po.hold = min(cmp.Or(po.hold, n.config.Timers.Hold), n.config.Timers.MaxHold)
+	o, err := n.owner.publish(time.Now(), s, r, po)
+	if err != nil {
+		n.announceEnds(o.ends, o.out)
+		return published{}, err
+	}
+	// The push is the fast way; gossip reaches everybody else, and the target
+	// too if the push is lost.
+	if peer := n.peers.byNode(po.target); peer != nil {
+		peer.push(pushItem{announcement: o.full, request: o.value.Request})
+	}
+	n.send(o.out)
+	n.kickSweep() // its hold may be the next to run out
+	return o.published, nil
+}
+
+// announceEnds tells readers and engines what has ended.
+func (n *Node) announceEnds(ends []ending, out publish.Output) {
+	n.send(out)
+	for _, e := range ends {
+		for _, reader := range e.readers {
+			if peer := n.peers.byLife(reader); peer != nil {
+				peer.push(pushItem{ended: e.name.Sequence, cause: e.cause})
+			}
+		}
+		if e.session != nil {
+			reference, _ := e.reference(n.keys) // it was made before, at publish
+			e.session.emit(releasedEvent(e.value.Request, reference, e.cause))
+		}
+		n.metrics.holdSeconds.Observe(time.Since(e.created).Seconds())
+	}
+}
+
+// send hands gossip to the cluster. It does not block: what is dropped there
+// is counted there, and repaired by the owner.
+func (n *Node) send(out publish.Output) {
+	for _, item := range out.Broadcast {
+		_ = n.cluster.Broadcast(item)
+	}
+	for _, d := range out.Send {
+		_ = n.cluster.Send(d.To, d.Item)
+	}
+	if out.Newer > n.life.Incarnation {
+		n.stop(fmt.Errorf("%s: incarnation %d publishes: %w", n.life, out.Newer, ErrFenced))
+	}
+	for _, life := range out.Resync {
+		if peer := n.peers.byLife(life); peer != nil {
+			peer.wantSnapshot()
+		}
+	}
+}
