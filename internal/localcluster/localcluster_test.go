@@ -3,6 +3,7 @@ package localcluster
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -422,6 +423,45 @@ func TestProcessIsNotFooledByAnotherStart(t *testing.T) {
 		if err := (Process{PID: pid}).Signal(syscall.SIGTERM); err == nil {
 			t.Errorf("signal of pid %d went out", pid)
 		}
+	}
+}
+
+// A killed process keeps its ports until the last of its threads has ended; the
+// first one may be a zombie long before.
+func TestProcessLivesAsLongAsItsLastThread(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self, "headless")
+	hold, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = cmd.Process.Kill() }()
+	p, err := processOf(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := WaitFor(deadline(t, 10*time.Second), time.Millisecond, func() error {
+		if state, _, err := status(p.PID); state != 'Z' {
+			return fmt.Errorf("state %c: %v", state, err)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if !p.Alive() {
+		t.Error("a process with a thread that runs does not count as alive")
+	}
+	if err := hold.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := p.Wait(deadline(t, 10*time.Second)); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -4,24 +4,32 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/netip"
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
 )
 
-// TestMain lets the test's binary be the agent that Up starts.
+// TestMain lets the test's binary be the agent that Up starts, and a process
+// without its first thread.
 func TestMain(m *testing.M) {
+	if len(os.Args) == 2 && os.Args[1] == "headless" {
+		headless()
+		os.Exit(0)
+	}
 	if len(os.Args) == 4 && os.Args[1] == "agent" {
 		if err := fakeAgent(os.Args[3]); err != nil {
 			fmt.Fprintln(os.Stderr, "fake agent:", err)
@@ -30,6 +38,25 @@ func TestMain(m *testing.M) {
 		os.Exit(0)
 	}
 	os.Exit(m.Run())
+}
+
+// headless ends the first thread of this process, and returns when its standard
+// input ends.
+func headless() {
+	for found := false; !found; {
+		told := make(chan bool)
+		go func() {
+			runtime.LockOSThread() // the next one gets another thread
+			first := unix.Gettid() == os.Getpid()
+			told <- first
+			if first {
+				_, _, _ = unix.Syscall(unix.SYS_EXIT, 0, 0, 0)
+			}
+			select {}
+		}()
+		found = <-told
+	}
+	_, _ = io.Copy(io.Discard, os.Stdin)
 }
 
 // fakeAgent is a node as this package sees one: a ready line, the members by

@@ -37,12 +37,17 @@ func (p Process) Alive() bool {
 	if err != nil || start != p.Start {
 		return false
 	}
-	if state == 'Z' || state == 'X' {
-		// Of a child of another process this is ECHILD.
-		_, _ = unix.Wait4(p.PID, nil, unix.WNOHANG, nil)
-		return false
+	if state != 'Z' && state != 'X' {
+		return true
 	}
-	return true
+	// The first thread is a zombie as soon as it has ended; until the others
+	// have, all files and ports are open.
+	if reaped, err := unix.Wait4(p.PID, nil, unix.WNOHANG, nil); err == nil {
+		return reaped != p.PID
+	}
+	// Not a child of ours, or no more.
+	threads, err := os.ReadDir("/proc/" + strconv.Itoa(p.PID) + "/task")
+	return err == nil && len(threads) > 1
 }
 
 // Signal signals this process and no other that has its pid; the error is

@@ -1,0 +1,174 @@
+package faults
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvferry/kvferry/api/client"
+	"github.com/kvferry/kvferry/api/kvferrypb"
+)
+
+// readerCodes are how a retrieve may end when its owner may die at any time.
+var readerCodes = []kvferrypb.Failure_Code{
+	kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_STALE, kvferrypb.Failure_REVOKED, kvferrypb.Failure_EXPIRED,
+	kvferrypb.Failure_TRANSPORT, kvferrypb.Failure_NOT_FOUND, kvferrypb.Failure_DEADLINE,
+}
+
+// readerWait is each retrieve's deadline in the chaos test.
+const readerWait = 4 * time.Second
+
+// tally is how the requests of the chaos test ended.
+type tally struct {
+	mu      sync.Mutex
+	ready   int
+	cut     int // the publisher's node died under it
+	typed   map[kvferrypb.Failure_Code]int
+	strange []error
+}
+
+func (y *tally) count(f func()) { y.mu.Lock(); defer y.mu.Unlock(); f() }
+
+// TestChaos kills and restarts prefill nodes at random while requests run.
+func TestChaos(t *testing.T) {
+	t.Parallel()
+	c := up(t, 3, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s")
+	prefill := []string{"prefill-0", "prefill-1", "prefill-2"}
+	decode := []*engine{c.engine("decode-0"), c.engine("decode-1")}
+	for _, p := range prefill {
+		for _, d := range decode {
+			if err := move(t.Context(), newRequest("warm "+p+d.node(), 60), c.engine(p), d, true, patience); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	before := make(map[string]usage)
+	for _, d := range decode {
+		n := c.must(d.node())
+		u, err := usageOf(t.Context(), n.PID, n.HTTP.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		before[n.Node] = u
+	}
+
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	ctx, cancel := context.WithTimeout(t.Context(), *soak)
+	defer cancel()
+	y := &tally{typed: make(map[kvferrypb.Failure_Code]int)}
+	var work sync.WaitGroup
+	for worker := range 4 {
+		work.Go(func() {
+			chaosWorker(ctx, c, y, worker, prefill, decode[worker%2], rand.New(rand.NewPCG(seed, uint64(worker))))
+		})
+	}
+	kills := 0
+	rnd := rand.New(rand.NewPCG(seed, 99))
+	for ctx.Err() == nil {
+		pause(ctx, time.Duration(200+rnd.IntN(600))*time.Millisecond)
+		if err := c.Restart(c.ctx, prefill[rnd.IntN(len(prefill))], rnd.IntN(2) == 0); err != nil {
+			t.Errorf("restart: %v", err)
+			break
+		}
+		kills++
+	}
+	work.Wait()
+	t.Logf("%d kills; %d requests ready, %d whose publisher died, failures %v", kills, y.ready, y.cut, y.typed)
+	for _, err := range y.strange {
+		t.Errorf("request ended strangely: %v", err)
+	}
+	if kills == 0 || y.ready == 0 {
+		t.Error("nothing happened")
+	}
+
+	if err := c.Meet(c.ctx); err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range prefill {
+		for _, d := range decode {
+			if err := move(t.Context(), newRequest("after "+p+d.node(), 60), c.engine(p), d, true, patience); err != nil {
+				t.Errorf("after all: %v", err)
+			}
+		}
+	}
+	for _, n := range c.Nodes() {
+		awaitFree(t, n.Node, dial(t, n.Engine), patience)
+	}
+	for _, d := range decode {
+		n := c.must(d.node())
+		awaitUsage(t, n.Node, n.PID, n.HTTP.String(), before[n.Node], 15)
+	}
+}
+
+// chaosWorker moves requests from a random prefill node of the moment.
+func chaosWorker(ctx context.Context, c *cluster, y *tally, worker int, prefill []string, to *engine, rnd *rand.Rand) {
+	for i := 0; ctx.Err() == nil; i++ {
+		n, _ := c.Node(prefill[rnd.IntN(len(prefill))])
+		from, err := openEngine(c.ctx, n.Engine, "prefill")
+		if err != nil { // it is down just now
+			pause(ctx, 20*time.Millisecond)
+			continue
+		}
+		chaosRequests(ctx, c, y, fmt.Sprintf("chaos/%d/%d", worker, i), from, to, rnd)
+		_ = from.close() // its node may be gone
+	}
+}
+
+// chaosRequests goes on until the publisher fails.
+func chaosRequests(ctx context.Context, c *cluster, y *tally, name string, from, to *engine, rnd *rand.Rand) {
+	for i := 0; ctx.Err() == nil; i++ {
+		r := newRequest(fmt.Sprintf("%s/%d", name, i), 20+rnd.IntN(200))
+		if rnd.IntN(2) == 0 {
+			r.target = to.node()
+		}
+		published := make(chan error, 1)
+		go func() { published <- from.publish(c.ctx, r) }()
+		byReference := rnd.IntN(2) == 0
+		var publishErr error
+		if byReference {
+			select {
+			case <-r.begun:
+			case publishErr = <-published:
+				published <- publishErr
+			}
+		}
+		var readErr error
+		if publishErr == nil {
+			readErr = to.retrieve(c.ctx, r, r.given(byReference), readerWait)
+		}
+		publishErr = <-published
+		y.count(func() {
+			code := client.CodeOf(readErr)
+			switch {
+			case publishErr != nil && !died(publishErr):
+				y.strange = append(y.strange, fmt.Errorf("publish: %w", publishErr))
+			case readErr != nil && !slices.Contains(readerCodes, code):
+				y.strange = append(y.strange, fmt.Errorf("retrieve: %w", readErr))
+			case readErr != nil:
+				y.typed[code]++
+			case publishErr == nil:
+				y.ready++
+			}
+			if publishErr != nil {
+				y.cut++
+			}
+		})
+		if publishErr != nil {
+			return
+		}
+	}
+}
+
+// died says whether a call failed as it does when the node dies under it.
+func died(err error) bool {
+	return errors.Is(err, client.ErrUnreachable) || client.CodeOf(err) == kvferrypb.Failure_NO_SESSION || status.Code(errors.Unwrap(err)) == codes.Unavailable
+}

@@ -1,0 +1,154 @@
+package faults
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/config"
+)
+
+// TestStartUp starts eight nodes at once, and then what must not start.
+func TestStartUp(t *testing.T) {
+	t.Parallel()
+	c := up(t, 4, 4) // up returns when all see all
+	from, to := c.engine("prefill-1"), c.engine("decode-1")
+	l := startLoad(t, from, to, 60)
+	l.more(2)
+
+	t.Run("a port is taken", func(t *testing.T) {
+		n := c.must("prefill-0")
+		for key, port := range map[string]uint16{
+			"ports.gossip": n.Gossip.Port(), "ports.peer": n.Peer.Port(), "ports.data": n.Data.Port(), "ports.http": n.HTTP.Port(),
+		} {
+			t.Run(key, func(t *testing.T) {
+				conf := another(t, n, "second")
+				if err := conf.Set(key, fmt.Sprint(port)); err != nil {
+					t.Fatal(err)
+				}
+				refused(t, conf, fmt.Sprint(port), key)
+			})
+		}
+	})
+
+	t.Run("the socket is taken", func(t *testing.T) {
+		n := c.must("prefill-0")
+		conf := another(t, n, "second")
+		conf.Node.Socket = n.Engine
+		a, _ := launch(t, conf)
+		if code, log := a.awaitExit(t); code != 1 || !strings.Contains(log, n.Engine) {
+			t.Errorf("exit code %d, want 1 and the socket named:\n%s", code, log)
+		}
+		if _, err := dial(t, n.Engine).Status(t.Context(), &kvferrypb.StatusRequest{}); err != nil {
+			t.Errorf("the first one does not answer any more: %v", err)
+		}
+	})
+
+	t.Run("arena larger than memory", func(t *testing.T) {
+		conf := another(t, c.must("prefill-0"), "huge")
+		conf.Arena.Pages, conf.Arena.PageSize, conf.Arena.HeadDim = config.Pages{Count: 1 << 20}, 1024, 128
+		refused(t, conf, "wanted", "available", "arena.pages")
+	})
+
+	t.Run("one name twice", func(t *testing.T) {
+		elder := startAgent(t, another(t, c.must("decode-0"), "twin"))
+		younger := startAgent(t, another(t, c.must("prefill-0"), "twin"))
+		if younger.Incarnation <= elder.Incarnation {
+			t.Errorf("incarnations %d, then %d", elder.Incarnation, younger.Incarnation)
+		}
+		code, log := elder.awaitExit(t)
+		if code != 1 || !strings.Contains(log, "a newer life of this node is at work") {
+			t.Errorf("the elder ended with exit code %d, want 1 for a newer life:\n%s", code, log)
+		}
+		admin := dial(t, c.must("decode-3").Engine)
+		await(t, "the younger to be the only one", patience, func(ctx context.Context) error {
+			seen, err := lives(ctx, admin)
+			if err == nil && seen["twin"] != younger.Incarnation {
+				err = fmt.Errorf("incarnation %d, want %d", seen["twin"], younger.Incarnation)
+			}
+			return err
+		})
+		if err := move(t.Context(), newRequest("of the younger", 60), attach(t, younger.Engine), c.engine("decode-2"), true, patience); err != nil {
+			t.Error(err)
+		}
+	})
+
+	t.Run("seed restarted empty", func(t *testing.T) {
+		seed := c.must("prefill-0")
+		conf := configOf(t, seed)
+		c.kill(seed.Node)
+		l.more(2) // the others go on without it
+		if err := os.RemoveAll(conf.Node.StateDir); err != nil {
+			t.Fatal(err)
+		}
+		conf.Cluster.Join = nil
+		conf.Ports = config.Ports{Gossip: int(seed.Gossip.Port()), Peer: int(seed.Peer.Port()), Data: int(seed.Data.Port()), HTTP: int(seed.HTTP.Port())}
+		begin := time.Now()
+		again := startAgent(t, conf)
+		joins := another(t, seed, "late")
+		joins.Cluster.Join = []string{again.Gossip.String()}
+		late := startAgent(t, joins)
+		admin := dial(t, late.Engine)
+		want := map[string]uint64{seed.Node: again.Incarnation, "late": late.Incarnation}
+		for _, n := range c.Nodes()[1:] {
+			want[n.Node] = n.Incarnation
+		}
+		await(t, "the late node to see all", patience, func(ctx context.Context) error {
+			seen, err := lives(ctx, admin)
+			for n, life := range want {
+				if err == nil && seen[n] != life {
+					err = fmt.Errorf("it sees %s in life %d, want %d: %v", n, seen[n], life, seen)
+				}
+			}
+			return err
+		})
+		t.Logf("a node that joined through it sees all %v after its start", time.Since(begin).Round(time.Millisecond))
+		group, ctx := errgroup.WithContext(t.Context())
+		group.Go(func() error {
+			return move(ctx, newRequest("from the late one", 60), attach(t, late.Engine), c.engine("decode-3"), true, patience)
+		})
+		group.Go(func() error {
+			return move(ctx, newRequest("to the seed", 60), c.engine("prefill-2"), attach(t, again.Engine), false, patience)
+		})
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+		l.more(2)
+	})
+	l.end()
+}
+
+// refused starts an agent that must end with exit code 1, say the words, and leave
+// nothing behind.
+func refused(t *testing.T, conf *config.Config, words ...string) {
+	t.Helper()
+	a, _ := launch(t, conf)
+	code, log := a.awaitExit(t)
+	if code != 1 {
+		t.Errorf("exit code %d, want 1", code)
+	}
+	for _, w := range words {
+		if !strings.Contains(log, w) {
+			t.Errorf("it does not say %q:\n%s", w, log)
+		}
+	}
+	dir := filepath.Dir(conf.Node.Socket)
+	err := filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		// The number of the life that did not come about stays used.
+		if err == nil && !e.IsDir() && path != filepath.Join(conf.Node.StateDir, "incarnation") {
+			t.Errorf("it left %s behind", path)
+		}
+		return err
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,233 @@
+package faults
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvferry/kvferry/api/client"
+	"github.com/kvferry/kvferry/api/kvferrypb"
+)
+
+// TestOwnerIsStopped stops an owner for longer than the others suspect it, and
+// lets it go on.
+func TestOwnerIsStopped(t *testing.T) {
+	t.Parallel()
+	c := up(t, 2, 2, "timers.stall=1s", "timers.hold=5m", "timers.lease=2s", "timers.lease_renew=500ms")
+	const owner = "prefill-1"
+	from, to := c.engine(owner), c.engine("decode-0")
+	life := c.must(owner).Incarnation
+	others := []string{"prefill-0", "decode-0", "decode-1"}
+	admins := make(map[string]kvferrypb.AdminClient)
+	for _, n := range others {
+		admins[n] = dial(t, c.must(n).Engine)
+	}
+	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-1"), 100)
+
+	warm, kept := newRequest("before", 60), newRequest("kept", 60)
+	if err := move(c.ctx, warm, from, to, true, patience); err != nil {
+		t.Fatal(err)
+	}
+	if err := from.publish(c.ctx, kept); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range others {
+		await(t, n+" to know of the publication", patience, func(ctx context.Context) error {
+			return shown(ctx, admins[n], owner, life, kept, true)
+		})
+	}
+
+	if err := c.Kill(owner, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	begin := time.Now()
+	// At once, while it is a member like any other.
+	wantFailure(t, to.retrieve(c.ctx, kept, kept.reference, patience), owner, life,
+		kvferrypb.Failure_TRANSPORT, kvferrypb.Failure_OWNER_LOST)
+	if took := time.Since(begin); took > 12*time.Second {
+		t.Errorf("a stopped owner was waited for %v", took)
+	}
+	for _, n := range others {
+		await(t, n+" to hide the stopped owner", patience, func(ctx context.Context) error {
+			seen, err := lives(ctx, admins[n])
+			if err == nil && seen[owner] != 0 {
+				err = errors.New("it is a member")
+			}
+			return errors.Join(err, shown(ctx, admins[n], owner, life, kept, false))
+		})
+	}
+	t.Logf("hidden by all after %v", time.Since(begin).Round(time.Millisecond))
+	l.more(2)
+	wait := time.Now()
+	err := to.retrieve(c.ctx, kept, kept.reference, time.Second)
+	if code := client.CodeOf(err); code != kvferrypb.Failure_OWNER_LOST && code != kvferrypb.Failure_NOT_FOUND {
+		t.Errorf("retrieve from a hidden owner ends with %v: %v", code, err)
+	}
+	if took := time.Since(wait); took > 5*time.Second {
+		t.Errorf("it took %v", took)
+	}
+
+	if err := c.Kill(owner, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	begin = time.Now()
+	for _, n := range others {
+		await(t, n+" to show the owner again", patience, func(ctx context.Context) error {
+			seen, err := lives(ctx, admins[n])
+			if err == nil && seen[owner] != life {
+				err = fmt.Errorf("incarnation %d, want %d", seen[owner], life)
+			}
+			return errors.Join(err, shown(ctx, admins[n], owner, life, kept, true))
+		})
+	}
+	t.Logf("back after %v", time.Since(begin).Round(time.Millisecond))
+	if err := to.retrieve(c.ctx, kept, kept.reference, patience); err != nil {
+		t.Errorf("what was published before: %v", err)
+	}
+	if err := move(c.ctx, newRequest("after", 60), from, to, false, patience); err != nil {
+		t.Errorf("after it went on: %v", err)
+	}
+	l.end()
+	awaitFree(t, owner, dial(t, c.must(owner).Engine), patience)
+	awaitFree(t, "decode-0", admins["decode-0"], patience)
+}
+
+// shown says whether a node offers a publication, as wanted.
+func shown(ctx context.Context, a kvferrypb.AdminClient, owner string, life uint64, r *request, want bool) error {
+	items, err := known(ctx, a, owner)
+	if err != nil {
+		return err
+	}
+	found := false
+	for _, i := range items {
+		if i.GetIncarnation() != life {
+			return fmt.Errorf("it shows %v of another life", i)
+		}
+		found = found || i.GetFinal() && int(i.GetTokens()) == r.tokens
+	}
+	if found != want {
+		return fmt.Errorf("it shows %v", items)
+	}
+	return nil
+}
+
+// TestEngineDies kills engines, processes too, in the middle of a step and of
+// a retrieve.
+func TestEngineDies(t *testing.T) {
+	t.Parallel()
+	c := up(t, 1, 2, "timers.session_grace=1s", "timers.stall=1s", "timers.lease=2s", "timers.lease_renew=500ms")
+	from, to := c.engine("prefill-0"), c.engine("decode-0")
+	l := startLoad(t, from, to, 60)
+	victim := c.must("decode-1")
+	admin := dial(t, victim.Engine)
+
+	t.Run("in a step", func(t *testing.T) {
+		kill := startEngine(t, victim.Engine, "in a step", "-")
+		if used, err := conserved(t.Context(), admin); err != nil || used != 3 {
+			t.Errorf("the step has %d pages: %v", used, err)
+		}
+		kill()
+		awaitFree(t, victim.Node, admin, patience)
+	})
+
+	t.Run("in a retrieve that waits", func(t *testing.T) {
+		r := newRequest("in a retrieve that waits", 60)
+		r.hold = time.Millisecond // only the lease holds it
+		// The publisher does not come to its end until the reader is dead.
+		if _, err := from.session.Ingest(t.Context(), &kvferrypb.IngestRequest{Request: r.name}); err != nil {
+			t.Fatal(err)
+		}
+		defer from.remove(r.name)
+		if err := from.publishChunk(t.Context(), r, 0, 20); err != nil {
+			t.Fatal(err)
+		}
+		kill := startEngine(t, victim.Engine, r.name, r.reference)
+		await(t, "the first chunk", patience, func(ctx context.Context) error {
+			used, err := conserved(ctx, admin)
+			if err == nil && used < 3 {
+				err = fmt.Errorf("%d pages are used", used)
+			}
+			return err
+		})
+		kill()
+		awaitFree(t, victim.Node, admin, patience)
+	})
+
+	t.Run("in a read", func(t *testing.T) {
+		// A stopped owner never answers, so the read is under way for certain.
+		owner := c.must("prefill-0")
+		r := newRequest("in a read", 60)
+		r.hold = 5 * time.Second
+		if err := from.publish(t.Context(), r); err != nil {
+			t.Fatal(err)
+		}
+		l.end()
+		if err := c.Kill(owner.Node, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = c.Kill(owner.Node, syscall.SIGCONT) }()
+		kill := startEngine(t, victim.Engine, r.name, r.reference)
+		await(t, "the read", patience, func(ctx context.Context) error {
+			res, err := admin.Retrievals(ctx, &kvferrypb.RetrievalsRequest{})
+			if err == nil && (len(res.GetItems()) != 1 || res.GetItems()[0].GetState() != "reading") {
+				err = fmt.Errorf("retrievals %v", res.GetItems())
+			}
+			return err
+		})
+		kill()
+		awaitFree(t, victim.Node, admin, patience)
+		if err := c.Kill(owner.Node, syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+	})
+	await(t, "sessions of the dead to end", patience, func(ctx context.Context) error {
+		res, err := admin.Status(ctx, &kvferrypb.StatusRequest{})
+		if err == nil && res.GetSessions() > 0 {
+			err = fmt.Errorf("%d are open", res.GetSessions())
+		}
+		return err
+	})
+	if err := move(t.Context(), newRequest("after all", 60), from, c.engine(victim.Node), true, patience); err != nil {
+		t.Errorf("after all: %v", err)
+	}
+	awaitFree(t, "prefill-0", dial(t, c.must("prefill-0").Engine), patience)
+}
+
+// startEngine starts an engine process and returns when it is where it was to
+// get; kill ends it.
+func startEngine(t *testing.T, socket, request, reference string) (kill func()) {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self, engineCommand, socket, request, reference)
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	kill = func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}
+	t.Cleanup(kill)
+	stop := time.AfterFunc(patience, func() { _ = cmd.Process.Kill() })
+	defer stop.Stop()
+	if line, err := bufio.NewReader(out).ReadString('\n'); line != "ready\n" {
+		kill()
+		t.Fatalf("engine said %q: %v\n%s", line, err, stderr.String())
+	}
+	return kill
+}
