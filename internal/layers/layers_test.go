@@ -48,7 +48,6 @@ var table = []struct{ pkg, may string }{
 		"manager transfer api/wire transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread publish"},
 	{"api/client", "internal/id internal/page internal/memory api/kvferrypb"},
 	{"internal/localcluster", "internal/id internal/memory internal/config configs api/client api/kvferrypb"},
-	{"internal/localcluster/faults", ""}, // tests alone
 	{"internal/replay", "internal/id internal/page api/client api/kvferrypb"},
 	{"internal/bench", "internal/id internal/page internal/memory transfer transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread api/client api/kvferrypb"},
 

@@ -115,6 +115,10 @@ func TestGarbageOnEveryPort(t *testing.T) {
 		if err != nil || counted == 0 {
 			t.Errorf("%s counted %v bad messages of gossip: %v", n.Node, counted, err)
 		}
+		counted, err = metric(c.ctx, n.HTTP.String(), "kvferry_served_refused_total", `why="garbage"`)
+		if err != nil || counted == 0 {
+			t.Errorf("%s counted %v connections with garbage at its data port: %v", n.Node, counted, err)
+		}
 		if now, err := metric(c.ctx, n.HTTP.String(), heapMetric); err != nil || now > heap[n.Node]+maxGrowth {
 			t.Errorf("%s has %v MiB of heap, before %v: %v", n.Node, now/(1<<20), heap[n.Node]/(1<<20), err)
 		}
