@@ -24,10 +24,6 @@ import (
 // ErrUnreachable is wrapped when no daemon answers on the socket.
 var ErrUnreachable = errors.New("node is not reachable")
 
-// MaxMessage is the longest message in bytes that a node takes or sends on its
-// engine socket.
-const MaxMessage = 16 << 20
-
 // Error is a call's failure: what the node said.
 type Error struct {
 	Method  string // the last part of the gRPC method, such as "Publish"
@@ -90,7 +86,7 @@ func Dial(path string) (*Client, error) {
 			var d net.Dialer
 			return d.DialContext(ctx, "unix", path)
 		}),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxCallSendMsgSize(kvferrypb.MaxMessage)),
 		grpc.WithUnaryInterceptor(convertUnary),
 		grpc.WithStreamInterceptor(convertStream),
 	)

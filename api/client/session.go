@@ -17,9 +17,6 @@ import (
 	"github.com/kvferry/kvferry/internal/page"
 )
 
-// SessionKey is the metadata key that carries the session.
-const SessionKey = "kvferry-session"
-
 // Session is an engine's session with its node, the engine service's client
 // included. It is safe for concurrent use.
 type Session struct {
@@ -42,7 +39,8 @@ type OpenOptions struct {
 	Geometry *page.Geometry // what the engine was built for; nil: take the node's
 	Ranks    []id.Rank      // default: the node's
 	// OnEvent is called for every event by one goroutine of the session, which
-	// it may block; events are acknowledged when it returns. Nil: ignored.
+	// it may block; events are acknowledged when it returns, and Close waits for
+	// it. Nil: ignored.
 	OnEvent func(*kvferrypb.Event)
 }
 
@@ -228,9 +226,9 @@ type sessionConn struct {
 }
 
 func (c sessionConn) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
-	return c.conn.Invoke(metadata.AppendToOutgoingContext(ctx, SessionKey, c.session), method, args, reply, opts...)
+	return c.conn.Invoke(metadata.AppendToOutgoingContext(ctx, kvferrypb.SessionKey, c.session), method, args, reply, opts...)
 }
 
 func (c sessionConn) NewStream(ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-	return c.conn.NewStream(metadata.AppendToOutgoingContext(ctx, SessionKey, c.session), desc, method, opts...)
+	return c.conn.NewStream(metadata.AppendToOutgoingContext(ctx, kvferrypb.SessionKey, c.session), desc, method, opts...)
 }

@@ -1235,7 +1235,7 @@ type PeerItem struct {
 	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
 	Incarnation   uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
-	State         string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"` // connected, connecting, failed
+	State         string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"` // connected, connecting, failed, or suspect: its stream broke, it is probed
 	Transport     string                 `protobuf:"bytes,5,opt,name=transport,proto3" json:"transport,omitempty"`
 	Refused       []*PeerItem_Refusal    `protobuf:"bytes,6,rep,name=refused,proto3" json:"refused,omitempty"`
 	LastError     string                 `protobuf:"bytes,7,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`

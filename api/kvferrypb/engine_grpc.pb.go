@@ -65,10 +65,13 @@ type EngineClient interface {
 	Commit(ctx context.Context, in *CommitRequest, opts ...grpc.CallOption) (*CommitResponse, error)
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
 	Publish(ctx context.Context, in *PublishRequest, opts ...grpc.CallOption) (*PublishResponse, error)
-	// AdmitRetrieve brings in what others published of a request. With wait it returns when
-	// ready or failed; without it polls.
+	// AdmitRetrieve brings in what others published of a request. With wait it
+	// returns when ready or failed, or when the wait is over, which ends no read:
+	// call it again, or Cancel; without wait it polls. Whoever waits when the
+	// request is cancelled, removed, or reset gets CANCELLED.
 	AdmitRetrieve(ctx context.Context, in *AdmitRetrieveRequest, opts ...grpc.CallOption) (*AdmitRetrieveResponse, error)
-	// Cancel ends a retrieval and returns when its pages are safe to reuse.
+	// Cancel ends a retrieval, and every AdmitRetrieve that waits for it, and
+	// returns when its pages are safe to reuse.
 	Cancel(ctx context.Context, in *CancelRequest, opts ...grpc.CallOption) (*CancelResponse, error)
 	// Release says that a reference will not be read; the owner counts it as declined.
 	Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error)
@@ -267,10 +270,13 @@ type EngineServer interface {
 	Commit(context.Context, *CommitRequest) (*CommitResponse, error)
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
 	Publish(context.Context, *PublishRequest) (*PublishResponse, error)
-	// AdmitRetrieve brings in what others published of a request. With wait it returns when
-	// ready or failed; without it polls.
+	// AdmitRetrieve brings in what others published of a request. With wait it
+	// returns when ready or failed, or when the wait is over, which ends no read:
+	// call it again, or Cancel; without wait it polls. Whoever waits when the
+	// request is cancelled, removed, or reset gets CANCELLED.
 	AdmitRetrieve(context.Context, *AdmitRetrieveRequest) (*AdmitRetrieveResponse, error)
-	// Cancel ends a retrieval and returns when its pages are safe to reuse.
+	// Cancel ends a retrieval, and every AdmitRetrieve that waits for it, and
+	// returns when its pages are safe to reuse.
 	Cancel(context.Context, *CancelRequest) (*CancelResponse, error)
 	// Release says that a reference will not be read; the owner counts it as declined.
 	Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error)

@@ -26,7 +26,7 @@ func (n *Node) openMemory(context.Context) error {
 	for _, r := range n.ranks {
 		a, err := create(fmt.Sprintf("kvferry-%s-rank%d", n.life.Node, r), size)
 		if err != nil {
-			return fmt.Errorf("open the arena of rank %d (%d pages of %d bytes): %w", r, n.geometry.Layout.Pages, n.geometry.Layout.PageBytes(), err)
+			return fmt.Errorf("open the arena of rank %d (%d pages of %d bytes; arena.pages and the number of arena.ranks set its size): %w", r, n.geometry.Layout.Pages, n.geometry.Layout.PageBytes(), err)
 		}
 		n.arenas[r] = a
 		n.closers = append(n.closers, a.Close)

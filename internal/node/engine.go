@@ -12,7 +12,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
 
-	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
@@ -35,9 +34,9 @@ const (
 // session is the one that the call names. The call is the session's until leave.
 func (e engineService) session(ctx context.Context) (s *session, leave func(), err error) {
 	md, _ := metadata.FromIncomingContext(ctx)
-	token := md.Get(client.SessionKey)
+	token := md.Get(kvferrypb.SessionKey)
 	if len(token) != 1 {
-		return nil, nil, fmt.Errorf("metadata %s: %w", client.SessionKey, errNoSession)
+		return nil, nil, fmt.Errorf("metadata %s: %w", kvferrypb.SessionKey, errNoSession)
 	}
 	if s, err = e.node.sessions.get(token[0]); err != nil {
 		return nil, nil, err

@@ -252,7 +252,7 @@ type engine struct {
 func openEngine(t testing.TB, n *member) *engine {
 	t.Helper()
 	e := &engine{t: t, client: dial(t, n), arenas: make(map[id.Rank]*memory.Region), events: make(chan *kvferrypb.Event, 1024)}
-	s, err := e.client.Open(t.Context(), client.OpenOptions{Engine: t.Name(), OnEvent: func(ev *kvferrypb.Event) { e.events <- ev }})
+	s, err := e.client.Open(t.Context(), client.OpenOptions{Engine: t.Name(), OnEvent: e.onEvent})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -267,6 +267,13 @@ func openEngine(t testing.TB, n *member) *engine {
 		t.Cleanup(func() { a.Close() })
 	}
 	return e
+}
+
+func (e *engine) onEvent(ev *kvferrypb.Event) {
+	select {
+	case e.events <- ev:
+	default: // the test does not look at them
+	}
 }
 
 // ctx bounds one call.

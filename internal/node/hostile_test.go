@@ -33,9 +33,10 @@ import (
 // has memory and a data port, and says to its peers whatever the test wants.
 type impostor struct {
 	kvferrypb.UnimplementedPeerServer
-	life  id.Life
-	log   *publish.Log
-	seals *memory.SealTable
+	life   id.Life
+	log    *publish.Log
+	seals  *memory.SealTable
+	server *grpc.Server
 
 	hello  func(context.Context, *kvferrypb.HelloResponse) // changes the true one
 	lookup func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error)
@@ -102,6 +103,7 @@ func startImpostor(t testing.TB, n *member, hello func(context.Context, *kvferry
 		t.Fatal(err)
 	}
 	s := grpc.NewServer(grpc.MaxSendMsgSize(64 << 20))
+	i.server = s
 	kvferrypb.RegisterPeerServer(s, i)
 	var work sync.WaitGroup
 	work.Go(func() { s.Serve(l) })
@@ -326,39 +328,57 @@ func TestHostileHello(t *testing.T) {
 		lie  func(ctx context.Context, n *member, res *kvferrypb.HelloResponse)
 		want []kvferrypb.Failure_Code
 	}{
-		"mute": {func(ctx context.Context, _ *member, _ *kvferrypb.HelloResponse) { <-ctx.Done() },
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_DEADLINE, kvferrypb.Failure_TRANSPORT}},
-		"another node": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
-			r.Life = &kvferrypb.Life{Node: "other", Incarnation: 1}
+		"mute": {
+			func(ctx context.Context, _ *member, _ *kvferrypb.HelloResponse) { <-ctx.Done() },
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_DEADLINE, kvferrypb.Failure_TRANSPORT},
 		},
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_OWNER_LOST}},
+		"another node": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
+				r.Life = &kvferrypb.Life{Node: "other", Incarnation: 1}
+			},
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_OWNER_LOST},
+		},
 		"another life": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
 			r.Life = &kvferrypb.Life{Node: "impostor", Incarnation: r.GetLife().GetIncarnation() + 1}
 		}, []kvferrypb.Failure_Code{kvferrypb.Failure_OWNER_LOST}},
-		"no geometry": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Geometry = nil },
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID}},
+		"no geometry": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Geometry = nil },
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID},
+		},
 		"other geometry": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
 			g := page.Geometry{Model: "test", WorldSize: 1, Layout: page.Layout{Order: page.NHD, DType: page.BF16, Layers: 5, Pages: 64, PageSize: 8, Heads: 2, HeadDim: 8}}
 			r.Geometry, r.Arenas = kvferrypb.FromGeometry(g), []*kvferrypb.Arena{{Bytes: uint64(g.Layout.Bytes())}}
 		}, []kvferrypb.Failure_Code{kvferrypb.Failure_INCOMPATIBLE}},
-		"a larger arena": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Arenas[0].Bytes = 1 << 62 },
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID}},
-		"no arena": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Arenas = nil },
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_MALFORMED}},
-		"many arenas": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
-			r.Arenas = make([]*kvferrypb.Arena, 1000)
+		"a larger arena": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Arenas[0].Bytes = 1 << 62 },
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID},
 		},
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID}},
-		"no transport": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Transports = nil },
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_TRANSPORT}},
-		"a garbage descriptor": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
-			r.Transports[0].Address = []byte{0, 1, 2}
+		"no arena": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Arenas = nil },
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_MALFORMED},
 		},
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_TRANSPORT}},
-		"a long descriptor": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
-			r.Transports[0].Address = make([]byte, 1<<20)
+		"many arenas": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
+				r.Arenas = make([]*kvferrypb.Arena, 1000)
+			},
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID},
 		},
-			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID}},
+		"no transport": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) { r.Transports = nil },
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_TRANSPORT},
+		},
+		"a garbage descriptor": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
+				r.Transports[0].Address = []byte{0, 1, 2}
+			},
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_TRANSPORT},
+		},
+		"a long descriptor": {
+			func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
+				r.Transports[0].Address = make([]byte, 1<<20)
+			},
+			[]kvferrypb.Failure_Code{kvferrypb.Failure_INVALID},
+		},
 		"a mute data port": {func(_ context.Context, _ *member, r *kvferrypb.HelloResponse) {
 			r.Transports[0].Address = readdress(r.GetTransports()[0].GetAddress(), mute.Addr().String())
 		}, []kvferrypb.Failure_Code{kvferrypb.Failure_TRANSPORT}},
@@ -565,8 +585,13 @@ func TestRandomBytes(t *testing.T) {
 	for _, n := range []*member{prefill, decode} {
 		a := n.Addresses()
 		for _, to := range [][2]string{
-			{"udp", a.Gossip.String()}, {"tcp", a.Gossip.String()}, {"tcp", a.Peer.String()}, {"tcp", a.Data.String()},
-			{"tcp", a.HTTP.String()}, {"unix", a.Engine}, {"unix", a.Engine + ".fd"},
+			{"udp", a.Gossip.String()},
+			{"tcp", a.Gossip.String()},
+			{"tcp", a.Peer.String()},
+			{"tcp", a.Data.String()},
+			{"tcp", a.HTTP.String()},
+			{"unix", a.Engine},
+			{"unix", a.Engine + ".fd"},
 		} {
 			work.Go(func() { pelt(ctx, to[0], to[1]) })
 		}
@@ -600,5 +625,76 @@ func pelt(ctx context.Context, network, address string) {
 		c.Write(b)
 		io.CopyN(io.Discard, c, 100)
 		c.Close()
+	}
+}
+
+// TestFence: a broken push stream hides its sender at once, long before gossip
+// would; who is gone loses its readers, who lives is back after a probe.
+func TestFence(t *testing.T) {
+	for name, dies := range map[string]bool{"dies": true, "lives": false} {
+		t.Run(name, func(t *testing.T) {
+			decode := startNode(t, "decode", nil)
+			d := openEngine(t, decode)
+			imp := startImpostor(t, decode, nil)
+			pub := honest("r1")
+			pub.Final = false
+			a, ref := imp.announce(t, pub)
+			imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) {
+				return &kvferrypb.Announcement{Message: a.Full, Request: "r1"}, nil
+			}
+			ctx, hangUp := context.WithCancel(d.ctx())
+			stream, err := callPeer(t, decode).Push(ctx)
+			if err == nil {
+				err = stream.Send(&kvferrypb.PushRequest{From: imp.truth.GetLife()})
+			}
+			if err == nil {
+				_, err = stream.Recv()
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			d.ingest("r1")
+			if _, err := d.retrieve("r1", ref, 20, deadline); err != nil {
+				t.Fatal(err)
+			}
+			waits := d.retrieving("r1", ref, 0)
+			if dies {
+				imp.server.Stop()
+			}
+			start := time.Now()
+			hangUp()
+			if dies {
+				got := <-waits
+				f := failureOf(t, got.err)
+				if f.GetCode() != kvferrypb.Failure_OWNER_LOST && f.GetCode() != kvferrypb.Failure_TRANSPORT || f.GetPeer() != "impostor" || f.GetPeerIncarnation() != uint64(imp.life.Incarnation) {
+					t.Errorf("%v, want OWNER_LOST of %s", f, imp.life)
+				}
+				if took := time.Since(start); took > time.Second/2 {
+					t.Errorf("it was told after %v", took)
+				}
+				return
+			}
+			await(t, "the probe to succeed", func(ctx context.Context) error {
+				res, err := decode.admin.Peers(ctx, &kvferrypb.PeersRequest{})
+				if err != nil || len(res.GetItems()) != 1 || res.GetItems()[0].GetState() != "connected" {
+					return fmt.Errorf("%v, %w", res, err)
+				}
+				return nil
+			})
+			pub.Final = true
+			pub.Streams[0].Tokens = 24
+			b, err := imp.log.Announce(time.Now(), pub, time.Minute)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := push(d.ctx(), callPeer(t, decode), &kvferrypb.PushRequest{From: imp.truth.GetLife(), What: &kvferrypb.PushRequest_Announcement{
+				Announcement: &kvferrypb.Announcement{Message: b.Full, Request: "r1"},
+			}}); err != nil {
+				t.Fatal(err)
+			}
+			if got := <-waits; got.err != nil || got.res.GetReadiness() != kvferrypb.Readiness_READY {
+				t.Errorf("%v, %v", got.res, got.err)
+			}
+		})
 	}
 }

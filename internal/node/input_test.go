@@ -156,8 +156,8 @@ func TestForeignSession(t *testing.T) {
 	}
 	defer conn.Close()
 	for name, md := range map[string]metadata.MD{
-		"none": nil, "empty": metadata.Pairs(client.SessionKey, ""), "unknown": metadata.Pairs(client.SessionKey, "abc"),
-		"two": metadata.Pairs(client.SessionKey, "abc", client.SessionKey, "abc"),
+		"none": nil, "empty": metadata.Pairs(kvferrypb.SessionKey, ""), "unknown": metadata.Pairs(kvferrypb.SessionKey, "abc"),
+		"two": metadata.Pairs(kvferrypb.SessionKey, "abc", kvferrypb.SessionKey, "abc"),
 	} {
 		ctx := metadata.NewOutgoingContext(e.ctx(), md)
 		_, err := kvferrypb.NewEngineClient(conn).Ingest(ctx, &kvferrypb.IngestRequest{Request: "r"})
@@ -399,7 +399,7 @@ func TestEventsAreResumed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx := metadata.AppendToOutgoingContext(base, client.SessionKey, opened.GetSession())
+	ctx := metadata.AppendToOutgoingContext(base, kvferrypb.SessionKey, opened.GetSession())
 	stream := func(after uint64) (grpc.BidiStreamingClient[kvferrypb.EventsRequest, kvferrypb.Event], func()) {
 		ctx, cancel := context.WithCancel(ctx)
 		s, err := e.Events(ctx)

@@ -191,6 +191,14 @@ func (s snapshot) Collect(ch chan<- prometheus.Metric) {
 		count("read_bytes_total", "Bytes read from peers.", t.GetReadBytes(), "transport", t.GetName())
 		count("served_bytes_total", "Bytes read by peers.", t.GetServedBytes(), "transport", t.GetName())
 	}
+	if n.servers.tcp != nil {
+		st := n.servers.tcp.Stats()
+		for why, v := range map[string]uint64{
+			"garbage": st.Garbage, "stranger": st.Strangers, "out_of_range": st.OutOfRange, "stale": st.ServedStale, "busy": st.Refused,
+		} {
+			count("served_refused_total", "What was refused at the data port.", v, "transport", "tcp", "why", why)
+		}
+	}
 	g := n.cluster.Stats()
 	for dir, v := range map[string]uint64{"out": g.ItemsOut, "in": g.ItemsIn, "dropped": g.ItemsDropped} {
 		count("gossip_items_total", "Gossiped items.", v, "what", dir)

@@ -15,7 +15,6 @@ import (
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
 
-	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/id"
@@ -120,7 +119,7 @@ func (ps *peers) add(m cluster.Member) {
 			MinConnectTimeout: time.Second,
 		}),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 3 * time.Second, PermitWithoutStream: true}),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(client.MaxMessage), grpc.MaxCallSendMsgSize(client.MaxMessage)),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxCallSendMsgSize(kvferrypb.MaxMessage)),
 		grpc.WithMaxHeaderListSize(64<<10), // an error comes in a header
 	)
 	if err != nil {

@@ -18,7 +18,6 @@ import (
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
 
-	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
@@ -111,7 +110,7 @@ func (n *Node) openEngineService(ctx context.Context) error {
 // limits bound what one caller can make a service hold.
 func limits() []grpc.ServerOption {
 	return []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(client.MaxMessage), grpc.MaxSendMsgSize(client.MaxMessage),
+		grpc.MaxRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxSendMsgSize(kvferrypb.MaxMessage),
 		grpc.MaxConcurrentStreams(4096), grpc.ConnectionTimeout(5 * time.Second), grpc.MaxHeaderListSize(16 << 10),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
 		grpc.UnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (any, error) {

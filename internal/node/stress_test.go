@@ -20,8 +20,13 @@ import (
 // and at the end every page of every node is free.
 func TestStress(t *testing.T) {
 	set := [][2]string{
-		{"timers.lease", "400ms"}, {"timers.lease_renew", "100ms"}, {"timers.hold", "300ms"}, {"timers.stall", "200ms"},
-		{"timers.backoff_min", "1ms"}, {"timers.backoff_max", "10ms"}, {"arena.pages", "48"},
+		{"timers.lease", "400ms"},
+		{"timers.lease_renew", "100ms"},
+		{"timers.hold", "300ms"},
+		{"timers.stall", "200ms"},
+		{"timers.backoff_min", "1ms"},
+		{"timers.backoff_max", "10ms"},
+		{"arena.pages", "48"},
 	}
 	var nodes []*member
 	for i := range 3 {
