@@ -44,6 +44,7 @@ type fakeCluster struct {
 	changed chan struct{} // closed and replaced at every change
 	nodes   map[string]*fakeNode
 	offers  map[string]*fakeOffer // publications by request
+	muted   func()                // told when a mute one is asked; may be nil
 }
 
 type fakeOffer struct {
@@ -336,6 +337,9 @@ func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetr
 		return nil, refusal(lies.fail, "so it goes")
 	}
 	o := n.cluster.offers[r.GetRequest()]
+	if lies.mute && n.cluster.muted != nil {
+		n.cluster.muted()
+	}
 	if o == nil || lies.mute {
 		return nil, nil
 	}

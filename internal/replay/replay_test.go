@@ -171,8 +171,9 @@ func TestReplayOfWhatDoesNotFit(t *testing.T) {
 // The one who ends a run gets what was done, and nothing is left behind.
 func TestReplayInterrupted(t *testing.T) {
 	o, c := testOptions(t, lies{mute: true}, 1, 1, 1)
-	ctx, cancel := context.WithTimeoutCause(t.Context(), 100*time.Millisecond, errors.New("interrupted"))
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	defer cancel(nil)
+	c.muted = func() { cancel(errors.New("interrupted")) }
 	r, err := Run(ctx, o)
 	if err == nil || !strings.Contains(err.Error(), "interrupted") {
 		t.Errorf("Run = %v, want the cause", err)
