@@ -80,20 +80,22 @@ func Dial(path string) (*Client, error) {
 	if _, err := os.Stat(path); err != nil {
 		return nil, fmt.Errorf("dial %s: %w: %w (is the agent running? name it with --node or --socket)", path, ErrUnreachable, err)
 	}
-	conn, err := grpc.NewClient("passthrough:///"+path,
+	c := &Client{socket: path}
+	var err error
+	c.conn, err = grpc.NewClient("passthrough:///"+path,
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, path string) (net.Conn, error) {
 			var d net.Dialer
 			return d.DialContext(ctx, "unix", path)
 		}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxCallSendMsgSize(kvferrypb.MaxMessage)),
-		grpc.WithUnaryInterceptor(convertUnary),
-		grpc.WithStreamInterceptor(convertStream),
+		grpc.WithUnaryInterceptor(c.unary),
+		grpc.WithStreamInterceptor(c.stream),
 	)
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", path, err)
 	}
-	return &Client{socket: path, conn: conn}, nil
+	return c, nil
 }
 
 // Admin is the admin service.
@@ -102,27 +104,28 @@ func (c *Client) Admin() kvferrypb.AdminClient { return kvferrypb.NewAdminClient
 // Close ends the connection. Sessions that are open end after their grace.
 func (c *Client) Close() error { return c.conn.Close() }
 
-func convertUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-	return convert(method, invoke(ctx, method, req, reply, cc, opts...))
+func (c *Client) unary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	return c.convert(method, invoke(ctx, method, req, reply, cc, opts...))
 }
 
-func convertStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+func (c *Client) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
 	s, err := streamer(ctx, desc, cc, method, opts...)
 	if err != nil {
-		return nil, convert(method, err)
+		return nil, c.convert(method, err)
 	}
-	return &stream{s, method}, nil
+	return &stream{s, c, method}, nil
 }
 
 type stream struct {
 	grpc.ClientStream
+	client *Client
 	method string
 }
 
-func (s *stream) RecvMsg(m any) error { return convert(s.method, s.ClientStream.RecvMsg(m)) }
+func (s *stream) RecvMsg(m any) error { return s.client.convert(s.method, s.ClientStream.RecvMsg(m)) }
 
 // convert makes an *Error of a status; io.EOF and nil stay.
-func convert(method string, err error) error {
+func (c *Client) convert(method string, err error) error {
 	st, ok := status.FromError(err)
 	if err == nil || !ok {
 		return err
@@ -131,7 +134,12 @@ func convert(method string, err error) error {
 	for _, d := range st.Details() {
 		if f, ok := d.(*kvferrypb.Failure); ok {
 			e.Failure = f
+			return e
 		}
+	}
+	if st.Code() == codes.Unavailable { // nobody was there to say more
+		e.Failure.Message = fmt.Sprintf("no agent answers on %s: %s", c.socket, st.Message())
+		e.Failure.Remedy = "does the agent run? its log says why it ended"
 	}
 	return e
 }

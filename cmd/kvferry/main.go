@@ -64,9 +64,6 @@ func run(args []string, stdout, stderr io.Writer) int {
 		// Unknown commands and flags, wrong values, wrong arguments.
 		err = &usageError{cmd.CommandPath(), err}
 	}
-	if _, ok := errors.AsType[*client.Error](err); ok && errors.Is(err, client.ErrUnreachable) {
-		err = fmt.Errorf("node is not reachable: %w (does its agent run?)", err)
-	}
 	if err != nil {
 		fmt.Fprintf(stderr, "kvferry: %v\n", err)
 	}

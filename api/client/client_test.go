@@ -1,0 +1,131 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvferry/kvferry/api/client"
+	"github.com/kvferry/kvferry/api/kvferrypb"
+)
+
+// agent answers one call with an error.
+type agent struct {
+	kvferrypb.UnimplementedAdminServer
+	err error
+}
+
+func (a agent) Status(context.Context, *kvferrypb.StatusRequest) (*kvferrypb.StatusResponse, error) {
+	return nil, a.err
+}
+
+// socketPath is short enough for a socket.
+func socketPath(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "kvc")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return filepath.Join(dir, "s")
+}
+
+func serve(t *testing.T, err error) (path string, stop func()) {
+	t.Helper()
+	path = socketPath(t)
+	l, lerr := net.Listen("unix", path)
+	if lerr != nil {
+		t.Fatal(lerr)
+	}
+	s := grpc.NewServer()
+	kvferrypb.RegisterAdminServer(s, agent{err: err})
+	go s.Serve(l)
+	t.Cleanup(s.Stop)
+	return path, s.Stop
+}
+
+func statusOf(t *testing.T, path string) error {
+	t.Helper()
+	c, err := client.Dial(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	_, err = c.Admin().Status(t.Context(), &kvferrypb.StatusRequest{})
+	return err
+}
+
+func TestErrorCarriesTheFailure(t *testing.T) {
+	st, err := status.New(codes.Aborted, "text").WithDetails(&kvferrypb.Failure{
+		Code: kvferrypb.Failure_OWNER_LOST, Message: "owner is gone", Peer: "p1", PeerIncarnation: 7, Remedy: "prefill again",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	path, _ := serve(t, st.Err())
+	err = statusOf(t, path)
+	e, ok := errors.AsType[*client.Error](err)
+	if !ok || client.CodeOf(err) != kvferrypb.Failure_OWNER_LOST || e.Failure.GetPeer() != "p1" || e.Code != codes.Aborted {
+		t.Fatalf("error %#v, want the failure that was sent", err)
+	}
+	if want := "Status: owner is gone (prefill again)"; err.Error() != want {
+		t.Errorf("error %q, want %q", err, want)
+	}
+	if errors.Is(err, client.ErrUnreachable) || status.Code(err) != codes.Aborted {
+		t.Errorf("error %v: an agent answered, with ABORTED", err)
+	}
+}
+
+func TestNobodyAnswers(t *testing.T) {
+	t.Run("no socket", func(t *testing.T) {
+		if _, err := client.Dial(socketPath(t)); !errors.Is(err, client.ErrUnreachable) {
+			t.Errorf("Dial = %v, want ErrUnreachable", err)
+		}
+	})
+	t.Run("a socket that nobody serves", func(t *testing.T) {
+		path := socketPath(t)
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.SetUnlinkOnClose(false)
+		l.Close()
+		err = statusOf(t, path)
+		if !errors.Is(err, client.ErrUnreachable) || !strings.Contains(err.Error(), path) {
+			t.Errorf("Status = %v, want ErrUnreachable, and the path", err)
+		}
+	})
+	t.Run("an agent that has ended", func(t *testing.T) {
+		path, stop := serve(t, nil)
+		c, err := client.Dial(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		stop()
+		if _, err := c.Admin().Status(t.Context(), &kvferrypb.StatusRequest{}); !errors.Is(err, client.ErrUnreachable) {
+			t.Errorf("Status = %v, want ErrUnreachable", err)
+		}
+	})
+	t.Run("the caller gives up", func(t *testing.T) {
+		path, _ := serve(t, nil)
+		c, err := client.Dial(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if _, err := c.Admin().Status(ctx, &kvferrypb.StatusRequest{}); !errors.Is(err, context.Canceled) {
+			t.Errorf("Status = %v, want the context's end", err)
+		}
+	})
+}
