@@ -24,7 +24,7 @@ const (
 	maxCopies      = 4096     // of one request, what a server takes
 	maxFrameBytes  = 16 << 20 // of one answer, what a server gives
 	frameCopies    = 1023     // of one request, what a reader asks: one writev takes 1024 vectors
-	frameBytes     = 1 << 20  // of one answer, what a reader asks
+	frameBytes     = 2 << 20  // of one answer, what a reader asks
 	maxRequestBody = 4 + maxSeals*sealBytes + maxCopies*copyBytes
 )
 

@@ -630,7 +630,7 @@ func TestStats(t *testing.T) {
 	owner, reader := newPair(t, 4<<20, Options{}, Options{})
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
-	if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: 3<<20 + 1}}); err != nil {
+	if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: frameBytes + 1}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := link.Read(short(t), seals, []transfer.Copy{{Remote: 4 << 20, Bytes: 1}}); err == nil {
@@ -640,10 +640,10 @@ func TestStats(t *testing.T) {
 	if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: 10}}); err == nil {
 		t.Fatal("no error")
 	}
-	if got, want := reader.t.Stats(), (Stats{Reads: 1, ReadBytes: 3<<20 + 1, Stale: 1, Errors: 1, Dialled: 1}); got != want {
+	if got, want := reader.t.Stats(), (Stats{Reads: 1, ReadBytes: frameBytes + 1, Stale: 1, Errors: 1, Dialled: 1}); got != want {
 		t.Errorf("the reader's stats are %+v, want %+v", got, want)
 	}
-	if got, want := owner.t.Stats(), (Stats{Served: 4, ServedBytes: 3<<20 + 1, ServedStale: 1, Accepted: 1}); got != want {
+	if got, want := owner.t.Stats(), (Stats{Served: 2, ServedBytes: frameBytes + 1, ServedStale: 1, Accepted: 1}); got != want {
 		t.Errorf("the owner's stats are %+v, want %+v", got, want)
 	}
 }

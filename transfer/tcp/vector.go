@@ -129,6 +129,13 @@ func newWire(c *net.TCPConn) (*wire, error) {
 	if err != nil {
 		return nil, err
 	}
+	if a, ok := c.RemoteAddr().(*net.TCPAddr); ok && a.IP.IsLoopback() {
+		// Within a machine there is no bottleneck to probe for, and pacing, as of
+		// BBR, costs a quarter of the speed. What is refused costs nothing more.
+		_ = raw.Control(func(fd uintptr) {
+			_ = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
+		})
+	}
 	return &wire{tcp: c, in: newHalf(unix.SYS_READV, raw.Read), out: newHalf(unix.SYS_WRITEV, raw.Write)}, nil
 }
 
