@@ -32,6 +32,9 @@ func (b *bridge) Write(p []byte) (int, error) {
 	if bytes.Contains(p, []byte("handler queue full")) {
 		b.count.queueDrops.Add(1)
 	}
+	if isRefusal(p) {
+		b.count.badMessages.Add(1)
+	}
 	line := strings.TrimSpace(string(p))
 	level := slog.LevelInfo
 	if tag, rest, ok := strings.Cut(line, "] "); ok && strings.HasPrefix(tag, "[") {
@@ -56,6 +59,21 @@ func (b *bridge) Write(p []byte) (int, error) {
 	}
 	b.log.Log(ctx, level, "memberlist", "text", b.roster.rename(strings.TrimPrefix(line, "memberlist: ")))
 	return len(p), nil
+}
+
+// isRefusal says that memberlist tells of a packet or stream that it could not
+// read. It drops them before any callback, and keeps no count of them.
+func isRefusal(line []byte) bool {
+	for _, text := range []string{
+		"unacceptable label", "label header", "Decrypt packet failed", "invalid checksum", "missing message type",
+		"not supported", "Failed to decode", "Failed to decompress", "nvalid msgType", "failed to receive: ",
+		"Failed to receive user message", "Failed to read remote state", "cannot decode label",
+	} {
+		if bytes.Contains(line, []byte(text)) {
+			return true
+		}
+	}
+	return false
 }
 
 // pass says whether one more line may be written, and how many were not before.

@@ -213,6 +213,15 @@ func TestBridge(t *testing.T) {
 	if c.count.queueDrops.Load() != 1 {
 		t.Error("a dropped message was not counted")
 	}
+	for _, line := range []string{
+		"[ERR] memberlist: Decrypt packet failed: no installed keys", `[ERR] memberlist: discarding stream with unacceptable label "x": from=1`,
+		"[ERR] memberlist: failed to receive: encryption is configured but remote state is not encrypted", "[DEBUG] memberlist: chatter",
+	} {
+		write(line)
+	}
+	if got := c.count.badMessages.Load(); got != 3 {
+		t.Errorf("%d refusals were counted, want 3", got)
+	}
 	shown := 0
 	for range 1000 {
 		if write("[ERR] memberlist: Decrypt packet failed") != "" {

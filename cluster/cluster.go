@@ -119,7 +119,7 @@ type Stats struct {
 	BytesIn      uint64
 	PacketsOut   uint64
 	PacketsIn    uint64
-	BadMessages  uint64 // could not be decoded
+	BadMessages  uint64 // could not be decoded, or came from a stranger: another key, none, or another label
 	QueueDrops   uint64 // packets, messages, and states that found a queue full
 	Refused      uint64 // announcements of members: stale, malformed, out of reach, or too many
 	Collisions   uint64 // two names with one hash: the second was refused
@@ -377,6 +377,9 @@ func (c *Cluster) settle() {
 		} else {
 			c.log.Info("member left", "node", ch.member.Life.Node, "incarnation", uint64(ch.member.Life.Incarnation), "graceful", ch.graceful)
 			c.handler.Left(ch.member, ch.graceful)
+			if !ch.graceful {
+				poke(c.joining.loss)
+			}
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -619,6 +620,127 @@ func TestLostMemberIsCalledBack(t *testing.T) {
 	within(t, 10*time.Second, "they found each other", func() bool {
 		return sees(all[0], again.Life()) && sees(again, all[0].Life())
 	})
+}
+
+// Who restarts without seeds calls nobody, so it is called soon after its loss,
+// not only when the next call is due after seconds.
+func TestLostMemberIsCalledSoon(t *testing.T) {
+	t.Parallel()
+	all := group(t, 2, func(_ int, o *Options) { o.Fast = false })
+	addr := all[1].Gossip().String()
+	all[1].Close()
+	within(t, 20*time.Second, "it is lost", func() bool { return len(all[0].Members()) == 1 })
+	if wait, ok := all[0].soon(); !ok || wait > time.Second {
+		t.Errorf("the next call is after %v, %v, want 1s at most", wait, ok)
+	}
+	o := options("n1", 2, addr)
+	o.Fast = false
+	again := launch(t, o)
+	took := within(t, 4*time.Second, "they found each other", func() bool {
+		return sees(all[0], again.Life()) && sees(again, all[0].Life())
+	})
+	t.Logf("found after %v", took)
+	within(t, time.Second, "nobody is missed any more", func() bool { _, ok := all[0].soon(); return !ok })
+}
+
+// Who is told that a new life answers at a member's address calls it at once.
+func TestCall(t *testing.T) {
+	t.Parallel()
+	all := group(t, 2, func(_ int, o *Options) { o.Fast = false })
+	addr := all[1].Gossip().String()
+	all[1].Close()
+	o := options("n1", 2, addr)
+	o.Fast = false
+	again := launch(t, o)
+	all[0].Call("n1")
+	took := within(t, time.Second, "the new life is a member", func() bool { return sees(all[0], again.Life()) })
+	t.Logf("a member after %v", took)
+	all[0].Call("nobody")
+	all[0].Close()
+	all[0].Call("n1")
+}
+
+// lines is a log that tests look at.
+type lines struct {
+	mu  sync.Mutex
+	out bytes.Buffer
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.out.Write(b)
+}
+
+func (l *lines) with(text string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	count := 0
+	for line := range strings.Lines(l.out.String()) {
+		if strings.Contains(line, text) {
+			count++
+		}
+	}
+	return count
+}
+
+// A joiner that nobody answers says so, with the reason, and not all the time.
+func TestNotJoinedIsSaid(t *testing.T) {
+	t.Parallel()
+	seed := free(t)
+	o := options("b", 1, "127.0.0.1:0", seed)
+	var log lines
+	o.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	b := launch(t, o)
+	within(t, 5*time.Second, "it warns", func() bool { return log.with("not joined yet") > 0 })
+	if log.with("level=WARN msg=\"not joined yet\"") == 0 || log.with("connection refused") == 0 {
+		t.Errorf("the log says %s", log.out.String())
+	}
+	if err := b.NotJoined(); !errors.Is(err, errUnlisted) || !strings.Contains(err.Error(), seed) || strings.Contains(err.Error(), "\n") {
+		t.Errorf("NotJoined is %v, want what failed last, in one line", err)
+	}
+	within(t, 6*time.Second, "it warns again", func() bool { return log.with("not joined yet") > 1 })
+	launch(t, options("a", 1, seed))
+	joined(t, b)
+	if err := b.NotJoined(); err != nil {
+		t.Errorf("NotJoined is %v once it has", err)
+	}
+	if n := log.with("not joined yet"); n > 3 {
+		t.Errorf("it was said %d times", n)
+	}
+}
+
+// What memberlist drops unread is counted.
+func TestStrangersAreCounted(t *testing.T) {
+	t.Parallel()
+	key, other := bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
+	type side struct {
+		keys  [][]byte
+		label string
+	}
+	for name, tt := range map[string]struct{ seed, stranger side }{
+		"wrong key":   {side{[][]byte{key}, "one"}, side{[][]byte{other}, "one"}},
+		"no key":      {side{[][]byte{key}, "one"}, side{nil, "one"}},
+		"only it has": {side{nil, "one"}, side{[][]byte{key}, "one"}},
+		"wrong label": {side{nil, "one"}, side{nil, "two"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := options("seed", 1, "127.0.0.1:0")
+			o.Keys, o.Label = tt.seed.keys, tt.seed.label
+			seed := launch(t, o)
+			o = options("stranger", 1, "127.0.0.1:0", seed.Gossip().String())
+			o.Keys, o.Label = tt.stranger.keys, tt.stranger.label
+			stranger := launch(t, o)
+			within(t, 10*time.Second, "its call is counted", func() bool { return seed.Stats().BadMessages > 0 })
+			stranger.joining.stop() // from here on it says nothing by itself
+			before := seed.Stats().BadMessages
+			within(t, 10*time.Second, "a packet is counted", func() bool {
+				stranger.list.SendToAddress(addressOf(seed), encodeItems([][]byte{[]byte("x")}))
+				return seed.Stats().BadMessages > before+4
+			})
+		})
+	}
 }
 
 func TestTwoWithOneName(t *testing.T) {

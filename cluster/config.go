@@ -13,6 +13,8 @@ type timing struct {
 	pushPull, dead, stream      time.Duration
 	reconcile                   time.Duration
 	rejoinMin, rejoinMax        time.Duration // between calls to those that are missing, once we are joined
+	rejoinSoon, fresh           time.Duration // between those for so long after a loss, in a small cluster
+	patience, remind            time.Duration // not joined after the one is said, and then every other
 	joinMax                     time.Duration // between calls to seeds before that
 	goodbye                     time.Duration // how long a goodbye is believed
 }
@@ -25,6 +27,8 @@ func timings(fast bool) timing {
 			gossip: 10 * time.Millisecond, probe: 250 * time.Millisecond, probeTimeout: 200 * time.Millisecond,
 			pushPull: time.Second, dead: 3 * time.Second, stream: time.Second,
 			reconcile: time.Second, rejoinMin: 500 * time.Millisecond, rejoinMax: time.Second,
+			rejoinSoon: 100 * time.Millisecond, fresh: 3 * time.Second,
+			patience: 500 * time.Millisecond, remind: 3 * time.Second,
 			joinMax: 500 * time.Millisecond, goodbye: 3 * time.Second,
 		}
 	}
@@ -32,6 +36,8 @@ func timings(fast bool) timing {
 		gossip: 20 * time.Millisecond, probe: 500 * time.Millisecond, probeTimeout: 250 * time.Millisecond,
 		pushPull: 10 * time.Second, dead: 30 * time.Second, stream: 2 * time.Second,
 		reconcile: 10 * time.Second, rejoinMin: 5 * time.Second, rejoinMax: 10 * time.Second,
+		rejoinSoon: time.Second, fresh: 30 * time.Second,
+		patience: 5 * time.Second, remind: 30 * time.Second,
 		joinMax: 2 * time.Second, goodbye: 30 * time.Second,
 	}
 }

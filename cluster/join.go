@@ -22,6 +22,7 @@ const (
 	askRounds      = 40 // about 15 s of them, once we are joined
 	deafAnswers    = 3  // after so many a member is called
 	callSeeds      = 3  // at a time
+	callers        = 16 // of all members, who call one that has just been lost
 )
 
 // joining is how far we are in the cluster. That memberlist joined without an
@@ -32,6 +33,7 @@ type joining struct {
 	nonce uint64
 	done  chan struct{} // closed when we are joined
 	over  chan struct{} // closed when we call nobody any more
+	loss  chan struct{} // one token: a member was lost
 
 	mu       sync.Mutex
 	seeds    int // that are not ourselves
@@ -45,7 +47,7 @@ type joining struct {
 func (j *joining) init(seeds []string) {
 	j.nonce = rand.Uint64()
 	j.seeds = len(seeds)
-	j.done, j.over = make(chan struct{}), make(chan struct{})
+	j.done, j.over, j.loss = make(chan struct{}), make(chan struct{}), make(chan struct{}, 1)
 	j.listedBy, j.deaf = map[id.Node]bool{}, map[id.Node]int{}
 }
 
@@ -154,14 +156,37 @@ func (c *Cluster) Joined(ctx context.Context) error {
 	}
 }
 
+// NotJoined is nil once we are joined; until then it says what went wrong last,
+// if anything did.
+func (c *Cluster) NotJoined() error {
+	c.joining.mu.Lock()
+	defer c.joining.mu.Unlock()
+	switch {
+	case c.joining.joined:
+		return nil
+	case c.joining.last != nil:
+		return fmt.Errorf("%w: %w", errUnlisted, c.joining.last)
+	default:
+		return errUnlisted
+	}
+}
+
+var errUnlisted = errors.New("no seed lists this node yet")
+
 // join calls seeds and lost members until the cluster ends: often until we are
 // joined, then from time to time, since after a long partition neither side
-// calls the other.
+// calls the other, and more often after a loss, since who restarts without
+// seeds calls nobody.
 func (c *Cluster) join(ctx context.Context) {
-	call, ask := time.Now(), askMin
+	start := time.Now()
+	call, ask, warn := start, askMin, start.Add(c.time.patience)
 	backoff := 4 * askMin
 	for rounds := 0; ; {
 		joined := c.joining.check("", c.calls.roster.len())
+		if now := time.Now(); !joined && !now.Before(warn) {
+			c.log.Warn("not joined yet", "after", now.Sub(start).Round(time.Second), "seeds", c.seeds, "err", c.NotJoined())
+			warn = now.Add(c.time.remind)
+		}
 		if now := time.Now(); !now.Before(call) {
 			c.call(ctx, joined)
 			if joined {
@@ -170,6 +195,9 @@ func (c *Cluster) join(ctx context.Context) {
 				call = now.Add(between(backoff/2, backoff))
 				backoff = min(2*backoff, c.time.joinMax)
 			}
+		}
+		if soon, ok := c.soon(); ok && joined && soon < time.Until(call) {
+			call = time.Now().Add(soon)
 		}
 		pause := time.Until(call)
 		silent := c.joining.silent(c.calls.roster.alive())
@@ -184,6 +212,8 @@ func (c *Cluster) join(ctx context.Context) {
 		t := time.NewTimer(pause)
 		select {
 		case <-t.C:
+		case <-c.joining.loss:
+			t.Stop()
 		case <-c.joining.over:
 			t.Stop()
 			return
@@ -193,6 +223,31 @@ func (c *Cluster) join(ctx context.Context) {
 		}
 	}
 }
+
+// soon is how long to wait until the next call to a member that has just been
+// lost. All of a cluster together call it a few times as often as one of two does.
+func (c *Cluster) soon() (time.Duration, bool) {
+	if len(c.calls.roster.lostSince(time.Now().Add(-c.time.fresh))) == 0 {
+		return 0, false
+	}
+	least := c.time.rejoinSoon * time.Duration(1+c.calls.roster.len()/callers)
+	return between(least/2, least), true
+}
+
+// Call tries at once to join whoever is now where a member is or was: a new life
+// of it answers there, which nobody has told us of. Of many members a few do.
+func (c *Cluster) Call(node id.Node) {
+	others := c.calls.roster.len()
+	p, ok := c.calls.roster.peer(node)
+	if !ok || c.over() || rand.IntN(max(others, 1)) >= callers {
+		return
+	}
+	if _, err := c.list.Join([]string{p.Gossip.String()}); err != nil {
+		c.log.Debug("call member", "node", node, "err", oneLine(err))
+	}
+}
+
+func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
 
 func between(low, high time.Duration) time.Duration { return low + rand.N(high-low+1) }
 
@@ -229,7 +284,11 @@ func (c *Cluster) call(ctx context.Context, joined bool) {
 		}
 	}
 	c.joining.count(seeds)
-	if lost := c.calls.roster.lost(); len(lost) > 0 {
+	lost := c.calls.roster.lostSince(time.Now().Add(-c.time.fresh))
+	if len(lost) == 0 {
+		lost = c.calls.roster.lostSince(time.Time{})
+	}
+	if len(lost) > 0 {
 		call = append(call, lost[rand.IntN(len(lost))].String())
 	}
 	for _, a := range call {
@@ -237,10 +296,13 @@ func (c *Cluster) call(ctx context.Context, joined bool) {
 			return
 		}
 		if _, err := c.list.Join([]string{a}); err != nil {
-			errs = append(errs, errors.New(strings.Join(strings.Fields(err.Error()), " ")))
+			errs = append(errs, err)
 		}
 	}
 	err := errors.Join(errs...)
+	if err != nil {
+		err = errors.New(oneLine(err)) // memberlist's have several
+	}
 	c.joining.mu.Lock()
 	first := c.joining.last == nil
 	c.joining.last = err

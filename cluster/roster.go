@@ -466,9 +466,9 @@ func (r *roster) lists(l id.Life) (bool, id.Incarnation) {
 	return ok && p.Life == l, newest
 }
 
-// lost returns where nodes were that are gone without a goodbye, and where
-// nobody else is now.
-func (r *roster) lost() []netip.AddrPort {
+// lostSince returns where nodes were that are gone without a goodbye since then,
+// and where nobody else is now.
+func (r *roster) lostSince(then time.Time) []netip.AddrPort {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	taken := map[netip.AddrPort]bool{}
@@ -477,7 +477,7 @@ func (r *roster) lost() []netip.AddrPort {
 	}
 	var all []netip.AddrPort
 	for _, n := range r.names {
-		if !n.lost.IsZero() && !n.bye && !taken[n.gossip] {
+		if !n.lost.IsZero() && !n.lost.Before(then) && !n.bye && !taken[n.gossip] {
 			all = append(all, n.gossip)
 		}
 	}

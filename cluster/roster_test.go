@@ -120,7 +120,7 @@ func TestGoodbye(t *testing.T) {
 	b.want("~a.1")
 	b.die("a", 1)
 	b.want("")
-	if lost := b.lost(); lost != nil {
+	if lost := b.lostSince(time.Time{}); lost != nil {
 		t.Errorf("one that left is called back at %v", lost)
 	}
 	b.join("b", 1)
@@ -132,7 +132,7 @@ func TestGoodbye(t *testing.T) {
 	b.want("+b.1")
 	b.die("b", 1)
 	b.want("-b.1")
-	if lost := b.lost(); !slices.Equal(lost, []addrPort{mustAddr("127.0.0.1:1")}) {
+	if lost := b.lostSince(time.Time{}); !slices.Equal(lost, []addrPort{mustAddr("127.0.0.1:1")}) {
 		t.Errorf("lost is %v", lost)
 	}
 }

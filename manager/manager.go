@@ -55,6 +55,9 @@ var (
 	ErrFinal = errors.New("already published as final")
 	// ErrEnded: the request's publication was ended (revoked, expired); Reset the request first.
 	ErrEnded = errors.New("publication has ended")
+	// ErrGone: this node published it for a request that has been removed, and
+	// the one that asks for it now never had its tokens.
+	ErrGone = errors.New("published by this node, and the request that published it is gone")
 	// ErrDiverged: a step was committed on the retrieved stream.
 	ErrDiverged = errors.New("stream has diverged from its publication")
 	// ErrIncompatible: see [*IncompatibleError].

@@ -30,7 +30,7 @@ func TestPair(t *testing.T) {
 	events := []string{
 		"landed", "landed from limbo", "stale", "failed", "late landing", "removed while read into", "reset while read into",
 		"started over", "started over what was published", "ready", "diverged", "overtaken", "no pages", "ended by the node",
-		"published again after reset", "landed on what was computed",
+		"published again after reset", "ready on its owner", "landed on what was computed",
 	}
 	rare := func() (event string) {
 		for _, e := range events {
@@ -537,6 +537,25 @@ func (n *node) let(l *life, out Removed) {
 	}
 }
 
+// retrieveOwn: it is ready only for the life that published, which has it all.
+func (n *node) retrieveOwn(l *life, a *announced, out Outcome, err error) {
+	p := a.src.Publication.ID
+	switch {
+	case n.publications[p] == nil:
+		n.fails(err, ErrEnded)
+	case l.published != p:
+		n.fails(err, ErrGone)
+	default:
+		n.ok(err)
+		n.same("outcome", out, Outcome{Readiness: Ready})
+		for label, tags := range a.tags {
+			has := l.streams[label].tags
+			n.same("tokens of "+string(label), has[:min(len(tags), len(has))], tags)
+		}
+		n.w.seen["ready on its owner"]++
+	}
+}
+
 func (n *node) retrieve1() {
 	if len(n.w.board) == 0 {
 		return
@@ -563,15 +582,16 @@ func (n *node) retrieve1() {
 	case errors.Is(err, ErrStepInFlight):
 		return
 	}
-	n.ok(err)
 	if l.reading {
+		n.ok(err)
 		n.same("outcome", out, Outcome{Readiness: Reading})
 		return
 	}
 	if a.owner == n {
-		n.same("outcome", out, Outcome{Readiness: Ready})
+		n.retrieveOwn(l, a, out, err)
 		return
 	}
+	n.ok(err)
 	from := origin{a.src.Name, a.src.Publication.ContentEpoch}
 	needed := n.requests[r].needs.at(At{})
 	for _, label := range needed {

@@ -88,14 +88,16 @@ type part struct {
 //
 // A source of another owner, publication, or content epoch than the stream's
 // starts over from 0. A nil source is ready (nothing to bring in), and so is
-// one of this very life. While a retrieval runs the answer is Reading, whatever
-// the source.
+// one of this very life if the request is the one that published it, which has
+// all its tokens; only its Publication.ID counts. While a retrieval runs the
+// answer is Reading, whatever the source.
 //
 // It refuses, and changes nothing then: a source that does not fit
 // ([*IncompatibleError]) or contradicts itself ([*MalformedError]), more tokens
 // for a stream on which a step was committed since it landed (ErrDiverged), a
-// request with a step in flight (ErrStepInFlight), and too few free pages
-// ([*AllocationError]).
+// request with a step in flight (ErrStepInFlight), too few free pages
+// ([*AllocationError]), and an own source that has ended (ErrEnded) or that
+// another life of the request published (ErrGone).
 func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int) (Outcome, error) {
 	if minTokens < 0 {
 		return Outcome{}, fmt.Errorf("retrieve %q: %w: %d tokens", r, ErrInvalid, minTokens)
@@ -115,7 +117,12 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, ErrUnknownRequest)
 	case req.reading != nil:
 		return Outcome{Readiness: Reading}, nil
+	case src == nil:
+		return Outcome{Readiness: Ready}, nil
 	case own:
+		if err := m.holdsAll(req, src.Publication.ID); err != nil {
+			return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
+		}
 		return Outcome{Readiness: Ready}, nil
 	}
 	ready, parts, remote, err := m.compare(req, req.needs.at(at), src, minTokens)
@@ -140,6 +147,19 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 		out.Readiness = Reading
 	}
 	return out, nil
+}
+
+// holdsAll checks that a live publication of ours is the request's own: what is
+// published stays in the streams for as long as it is.
+func (m *Manager) holdsAll(req *request, i PublicationID) error {
+	switch p := m.publications[i]; {
+	case p == nil:
+		return fmt.Errorf("own publication: %w", ErrEnded)
+	case p.request != req:
+		return ErrGone
+	default:
+		return nil
+	}
 }
 
 // compare returns what has to happen before the request is ready, or as ready

@@ -658,10 +658,21 @@ func spec077(t *testing.T) {
 func spec078(t *testing.T) {
 	b := newBed(t, 16, 8)
 	b.ingest("r")
-	src := peer(true, remote("main", 100, 11))
-	src.Name.Owner = id.Life{Node: "local", Incarnation: 7}
-	b.retrieve("r", src, 0, Ready)
+	b.grow("r", "main", 20)
+	own := peer(true, remote("main", 100, 11)) // only its name and id count
+	own.Name.Owner = id.Life{Node: "local", Incarnation: 7}
+	own.Publication.ID = b.publish("r", true).ID
+	b.retrieve("r", own, 0, Ready)
+	b.free(12)
+
+	// Another life of the request has none of the tokens.
+	b.remove("r", false)
+	b.ingest("r")
+	b.refused("r", own, ErrGone)
+	b.Unsealed(own.Publication.ID)
+	b.refused("r", own, ErrEnded)
 	b.free(15)
+	src := peer(true, remote("main", 100, 11))
 
 	// Neither a name alone nor the lack of one is an identity.
 	src.Name.Owner = id.Life{}

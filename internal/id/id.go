@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -95,12 +96,16 @@ func (p Publication) String() string { return fmt.Sprintf("%s/%d", p.Owner, uint
 // [MaxRequest] bytes of UTF-8, unique among the live requests of a node.
 type Request string
 
-// Validate checks length and encoding.
+// Validate checks length and encoding, and that there are no control characters.
 func (r Request) Validate() error { return text("request id", string(r), MaxRequest) }
 
 func text(kind, s string, most int) error {
 	if s == "" || len(s) > most || !utf8.ValidString(s) {
 		return fmt.Errorf("%s %.80q has %d bytes, want 1 to %d of UTF-8: %w", kind, s, len(s), most, ErrInvalid)
+	}
+	// They would end up in logs and terminals.
+	if at := strings.IndexFunc(s, unicode.IsControl); at >= 0 {
+		return fmt.Errorf("%s %.80q has a control character at byte %d: %w", kind, s, at, ErrInvalid)
 	}
 	return nil
 }
@@ -121,7 +126,7 @@ type Label string
 // Main is the label that every ingested request has.
 const Main Label = "main"
 
-// Validate checks length and encoding.
+// Validate checks what [Request.Validate] checks.
 func (l Label) Validate() error { return text("label", string(l), MaxLabel) }
 
 // Rank is one GPU's share of a tensor-parallel engine, from 0.
@@ -138,7 +143,7 @@ func (r Rank) Validate() error {
 // GraphNode names a node of the model's graph: what M* calls node_name.
 type GraphNode string
 
-// Validate checks length and encoding; "" is none, and valid.
+// Validate checks what [Request.Validate] checks; "" is none, and valid.
 func (g GraphNode) Validate() error {
 	if g == "" {
 		return nil
@@ -149,7 +154,7 @@ func (g GraphNode) Validate() error {
 // Walk names a traversal of the model's graph, such as "prefill".
 type Walk string
 
-// Validate checks length and encoding; "" is none, and valid.
+// Validate checks what [Request.Validate] checks; "" is none, and valid.
 func (w Walk) Validate() error {
 	if w == "" {
 		return nil

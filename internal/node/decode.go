@@ -69,6 +69,7 @@ type follow struct {
 	session  *session
 	request  id.Request
 	source   id.Publication
+	seal     uint32 // index of its word
 	attempt  uint32 // names our lease at the owner
 	accepted time.Time
 
@@ -190,7 +191,7 @@ func (fs *follows) running() int {
 
 // accept makes a follow of the publication, unless the request follows one
 // already. made says which; a call that has been ended makes none.
-func (n *Node) accept(ctx context.Context, s *session, r id.Request, source id.Publication) (f *follow, changed <-chan struct{}, made bool, err error) {
+func (n *Node) accept(ctx context.Context, s *session, r id.Request, source id.Publication, seal uint32) (f *follow, changed <-chan struct{}, made bool, err error) {
 	fs := n.follows
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
@@ -205,7 +206,7 @@ func (n *Node) accept(ctx context.Context, s *session, r id.Request, source id.P
 	}
 	fs.attempts++
 	f = &follow{
-		node: n, session: s, request: r, source: source, attempt: fs.attempts,
+		node: n, session: s, request: r, source: source, seal: seal, attempt: fs.attempts,
 		accepted: time.Now(), changed: make(chan struct{}),
 	}
 	fs.byRequest[r], fs.bySource[source] = f, f
@@ -374,8 +375,10 @@ func endedError(cause string) error {
 		return errRevoked
 	case "unknown":
 		return fmt.Errorf("owner does not know it: %w", publish.ErrUnknown)
+	case holdReleased:
+		return fmt.Errorf("%w: all its readers have taken it", publish.ErrEnded)
 	default:
-		return fmt.Errorf("owner says %.40q: %w", cause, transfer.ErrStale)
+		return fmt.Errorf("%w: owner says %.40q", publish.ErrEnded, cause)
 	}
 }
 
@@ -388,6 +391,9 @@ func (n *Node) retrieve(ctx context.Context, s *session, q query) (answer, error
 		return answer{}, err
 	}
 	defer leave()
+	if q.reference != nil && q.reference.Request != q.request {
+		return answer{}, fmt.Errorf("retrieve %q: reference names request %q: %w", q.request, q.reference.Request, wire.ErrReference)
+	}
 	if q.wait > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeoutCause(ctx, q.wait, errTooLate)
@@ -468,6 +474,12 @@ func (n *Node) tooLate(cause error, q query, seen sight) error {
 // look is one pass: find the source, ask the manager, start what it wants.
 func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 	f, changed := n.follows.get(q.request)
+	if f != nil && q.reference != nil && q.reference.Publication == f.source {
+		// What follows it goes on, whatever somebody else is told of it.
+		if err := matches(q.reference, f.source, q.request.Hash(), f.seal); err != nil {
+			return sight{}, n.failed(f, err)
+		}
+	}
 	if f != nil {
 		switch landed := f.allLanded(); {
 		case landed != nil && (q.reference == nil || q.reference.Publication == f.source):
@@ -506,20 +518,23 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		return sight{}, err
 	case source == nil || source.Name.Owner == n.life: // nobody has published it, or there is nothing to bring in
 		out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
-		if err != nil {
+		switch {
+		case err != nil && source != nil:
+			return sight{}, &retrieveError{request: q.request, source: source.Name, err: err}
+		case err != nil:
 			return sight{}, err
-		}
-		if source == nil {
+		case source == nil:
 			return sight{}, nil
+		default:
+			return sight{answer: answer{readiness: out.Readiness, source: source.Name}}, nil
 		}
-		return sight{answer: answer{readiness: out.Readiness, source: source.Name}}, nil
 	}
 	made := false
 	if f == nil {
 		if n.isDraining() {
 			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, errDraining)
 		}
-		if f, changed, made, err = n.accept(ctx, s, q.request, source.Name); err != nil {
+		if f, changed, made, err = n.accept(ctx, s, q.request, source.Name, e.Seal); err != nil {
 			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, err)
 		}
 		if f.source != source.Name { // another call was faster, with another one
@@ -571,15 +586,16 @@ func (f *follow) answer(r manager.Readiness) answer {
 // source finds the publication that the query means, with its pages and its
 // owner's geometry. No source and no error: not published yet.
 func (n *Node) source(ctx context.Context, q query, f *follow) (publish.Entry, *manager.Source, error) {
-	name, err := n.named(q, f)
-	if err != nil || name.Sequence == 0 {
-		return publish.Entry{}, nil, err
+	name := n.named(q, f)
+	if name.Sequence == 0 {
+		return publish.Entry{}, nil, nil
 	}
 	if name.Owner == n.life {
-		if _, _, err := n.plog.Find(time.Now(), name.Sequence, q.request); err != nil {
+		p, err := n.owner.own(name.Sequence, q.reference)
+		if err != nil {
 			return publish.Entry{}, nil, &retrieveError{request: q.request, source: name, err: err}
 		}
-		return publish.Entry{}, &manager.Source{Name: name, Geometry: n.geometry}, nil
+		return publish.Entry{}, &manager.Source{Name: name, Geometry: n.geometry, Publication: p.value}, nil
 	}
 	e, source, err := n.fetch(ctx, q, name)
 	if err != nil {
@@ -589,24 +605,23 @@ func (n *Node) source(ctx context.Context, q query, f *follow) (publish.Entry, *
 }
 
 // named is the publication that the query means; zero: none is known.
-func (n *Node) named(q query, f *follow) (id.Publication, error) {
+func (n *Node) named(q query, f *follow) id.Publication {
 	now := time.Now()
 	switch {
 	case f != nil:
-		return f.source, nil
-	case q.reference != nil && q.reference.Request != q.request:
-		return id.Publication{}, fmt.Errorf("retrieve %q: reference names request %q: %w", q.request, q.reference.Request, wire.ErrReference)
+		return f.source
 	case q.reference != nil:
-		return q.reference.Publication, nil
+		return q.reference.Publication
 	}
 	// Our own is the last choice: there is nothing to bring in from it.
 	if all := n.board.ByRequest(now, q.request); len(all) > 0 {
-		return all[0].Name, nil
+		return all[0].Name
 	}
-	if _, own, err := n.plog.Find(now, 0, q.request); err == nil {
-		return own, nil
+	_, own, err := n.plog.Find(now, 0, q.request)
+	if err != nil {
+		return id.Publication{}
 	}
-	return id.Publication{}, nil
+	return own
 }
 
 // fetch brings what the owner has said of a publication, and asks it if that is
@@ -619,7 +634,7 @@ func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish
 	}
 	if q.wait <= 0 && !p.isKnown() { // whoever polls comes back
 		if err := p.failure(); err != nil {
-			return publish.Entry{}, nil, fmt.Errorf("%w: %w", errTransport, err)
+			return publish.Entry{}, nil, p.unreachable(err)
 		}
 		return publish.Entry{}, nil, nil
 	}
@@ -633,6 +648,12 @@ func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish
 		if e, err = n.lookup(ctx, p, name, q.request); err != nil {
 			return publish.Entry{}, nil, err
 		}
+	}
+	if e.Request != q.request.Hash() {
+		return publish.Entry{}, nil, fmt.Errorf("%s is not of this request: %w", name, wire.ErrReference)
+	}
+	if err := matches(q.reference, name, e.Request, e.Seal); err != nil {
+		return publish.Entry{}, nil, err
 	}
 	return e, &manager.Source{Name: e.Name, Geometry: h.geometry, Publication: e.Publication}, nil
 }
@@ -657,10 +678,14 @@ func (n *Node) lookup(ctx context.Context, p *peer, name id.Publication, r id.Re
 		n.board.Forget(name)
 		return publish.Entry{}, endedError(cause)
 	}
-	if errors.Is(err, errOwnerLost) || ctx.Err() != nil {
+	switch {
+	case codeOf(err) == kvferrypb.Failure_INVALID: // it lives, and is another's
+		return publish.Entry{}, fmt.Errorf("%s is not of request %q: %w", name, r, wire.ErrReference)
+	case errors.Is(err, errOwnerLost) || ctx.Err() != nil:
 		return publish.Entry{}, err
+	default:
+		return publish.Entry{}, fmt.Errorf("look it up at %s: %w", p.member.Meta.Peer, p.unreachable(err))
 	}
-	return publish.Entry{}, fmt.Errorf("look it up at %s: %w: %w", p.member.Meta.Peer, errTransport, err)
 }
 
 // read starts one retrieval. It owns the retrieval until the manager has been
@@ -734,7 +759,7 @@ func (n *Node) pullOnce(ctx context.Context, seals []transfer.Seal, source manag
 	}
 	link, by, err := p.reader(ctx)
 	if err != nil {
-		return 0, "", fmt.Errorf("open a link to %s: %w: %w", source.Name.Owner, errTransport, err)
+		return 0, "", fmt.Errorf("open a link to %s: %w", source.Name.Owner, p.unreachable(err))
 	}
 	// All are planned before the first is read, so that an error leaves none behind.
 	copies := make([][]transfer.Copy, len(n.ranks))

@@ -16,6 +16,7 @@ import (
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/manager"
+	"github.com/kvferry/kvferry/publish"
 )
 
 // engineService checks what an engine says and passes it on.
@@ -402,7 +403,7 @@ func (e engineService) Cancel(ctx context.Context, req *kvferrypb.CancelRequest)
 }
 
 func (e engineService) Release(ctx context.Context, req *kvferrypb.ReleaseRequest) (*kvferrypb.ReleaseResponse, error) {
-	_, leave, err := e.session(ctx)
+	s, leave, err := e.session(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -411,16 +412,38 @@ func (e engineService) Release(ctx context.Context, req *kvferrypb.ReleaseReques
 	if err != nil {
 		return nil, err
 	}
-	return &kvferrypb.ReleaseResponse{}, e.node.decline(ref)
+	ctx, stop := s.within(ctx)
+	defer stop()
+	return &kvferrypb.ReleaseResponse{}, e.node.decline(ctx, ref)
 }
 
-// decline tells a publication's owner that it will not be read here.
-func (n *Node) decline(ref wire.Reference) error {
+// decline tells a publication's owner that it will not be read here, once it is
+// sure that the reference says the truth of it. One that has ended needs nothing.
+func (n *Node) decline(ctx context.Context, ref wire.Reference) error {
+	if ref.Publication.Owner == n.life {
+		if _, err := n.owner.own(ref.Publication.Sequence, &ref); errors.Is(err, wire.ErrReference) {
+			return fmt.Errorf("release %s: %w", ref.Publication, err)
+		}
+		return fmt.Errorf("release %s: %w", ref.Publication, errOwn)
+	}
 	if f := n.follows.from(ref.Publication); f != nil && !f.isOver() {
 		return fmt.Errorf("release %q: it is being read, cancel it first: %w", ref.Request, manager.ErrReading)
 	}
 	p, err := n.peers.owner(ref.Publication.Owner)
 	if err != nil {
+		return fmt.Errorf("release %s: %w", ref.Publication, err)
+	}
+	e, err := n.board.ByName(time.Now(), ref.Publication)
+	if err != nil {
+		e, err = n.lookup(ctx, p, ref.Publication, ref.Request)
+	}
+	if err == nil {
+		err = matches(&ref, e.Name, e.Request, e.Seal)
+	}
+	switch {
+	case errors.Is(err, publish.ErrEnded) || errors.Is(err, errExpired) || errors.Is(err, errRevoked):
+		return nil
+	case err != nil:
 		return fmt.Errorf("release %s: %w", ref.Publication, err)
 	}
 	p.tell(receipt{sequence: ref.Publication.Sequence, attempt: n.follows.attempt(), outcome: kvferrypb.CompleteItem_DECLINED})

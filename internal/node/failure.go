@@ -49,10 +49,12 @@ func failures() []failure {
 		{errTooMany, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "try again later"},
 		{manager.ErrFinal, kvferrypb.Failure_ALREADY_EXISTS, codes.AlreadyExists, "reset the request to publish it again"},
 		{manager.ErrEnded, kvferrypb.Failure_EXPIRED, codes.FailedPrecondition, "reset the request to publish it again"},
+		{errOwn, kvferrypb.Failure_INVALID, codes.InvalidArgument, "its readers release it; to take it back, remove the request with discard, or use kvferry revoke"},
 		{errForeign, kvferrypb.Failure_ALREADY_EXISTS, codes.AlreadyExists, "use another request id"},
 		{errReplaced, kvferrypb.Failure_BUSY, codes.Aborted, "keep one Events stream a session"},
 		{manager.ErrReading, kvferrypb.Failure_BUSY, codes.Unavailable, "try again when the read has ended"},
 		{manager.ErrStepInFlight, kvferrypb.Failure_BUSY, codes.Unavailable, "commit or abort the step first"},
+		{manager.ErrGone, kvferrypb.Failure_NOT_FOUND, codes.NotFound, "retrieve it on another node, or keep the request until you need it no more"},
 		{manager.ErrUnknownRequest, kvferrypb.Failure_NOT_FOUND, codes.NotFound, "ingest the request first"},
 		{manager.ErrUnknownLabel, kvferrypb.Failure_NOT_FOUND, codes.NotFound, ""},
 		{manager.ErrUnknownToken, kvferrypb.Failure_NOT_FOUND, codes.NotFound, ""},
@@ -60,7 +62,7 @@ func failures() []failure {
 		{errUnknownNode, kvferrypb.Failure_NOT_FOUND, codes.NotFound, "see kvferry members"},
 		{errUnknownService, kvferrypb.Failure_NOT_FOUND, codes.NotFound, ""},
 		{publish.ErrEnded, kvferrypb.Failure_STALE, codes.Aborted, "prefill again"},
-		{publish.ErrUnknown, kvferrypb.Failure_NOT_FOUND, codes.NotFound, ""},
+		{publish.ErrUnknown, kvferrypb.Failure_NOT_FOUND, codes.NotFound, "see kvferry publications"},
 		{publish.ErrConflict, kvferrypb.Failure_MALFORMED, codes.DataLoss, "update the publishing node"},
 		{wire.ErrMessage, kvferrypb.Failure_MALFORMED, codes.DataLoss, "update the publishing node"},
 		{wire.ErrVersion, kvferrypb.Failure_MALFORMED, codes.DataLoss, "run one version of kvferry on both nodes"},
@@ -142,29 +144,36 @@ func statusOf(err error) error {
 
 // refusalOf reads how a publication ended from its owner's answer.
 func refusalOf(err error) (cause string, ok bool) {
-	st, isStatus := status.FromError(err)
-	if !isStatus {
+	switch codeOf(err) {
+	case kvferrypb.Failure_EXPIRED:
+		return "expired", true
+	case kvferrypb.Failure_REVOKED:
+		return "revoked", true
+	case kvferrypb.Failure_STALE:
+		return holdReleased, true
+	case kvferrypb.Failure_NOT_FOUND:
+		return "unknown", true
+	default:
 		return "", false
 	}
+}
+
+// codeOf is the code of the failure in a peer's answer; unspecified if it has none.
+func codeOf(err error) kvferrypb.Failure_Code {
+	st, ok := status.FromError(err)
+	if !ok {
+		return kvferrypb.Failure_UNSPECIFIED
+	}
 	for _, d := range st.Details() {
-		f, isFailure := d.(*kvferrypb.Failure)
-		if !isFailure {
-			continue
-		}
-		switch f.GetCode() {
-		case kvferrypb.Failure_EXPIRED:
-			return "expired", true
-		case kvferrypb.Failure_REVOKED:
-			return "revoked", true
-		case kvferrypb.Failure_STALE:
-			return "released", true
-		case kvferrypb.Failure_NOT_FOUND:
-			return "unknown", true
-		default:
+		if f, ok := d.(*kvferrypb.Failure); ok {
+			return f.GetCode()
 		}
 	}
-	return "", false
+	return kvferrypb.Failure_UNSPECIFIED
 }
+
+// errOwn: whoever published does not read it.
+var errOwn = errors.New("published by this node, which never reads it from itself")
 
 // errGeometry: an engine was built for another geometry than the node's.
 var errGeometry = errors.New("engine and node differ")

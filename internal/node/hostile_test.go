@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/cluster"
@@ -628,6 +629,60 @@ func pelt(ctx context.Context, network, address string) {
 	}
 }
 
+// TestAnotherLifeAnswers: that the process at an owner's address is another life
+// proves that the owner is gone, long before gossip says so.
+func TestAnotherLifeAnswers(t *testing.T) {
+	decode := startNode(t, "decode", nil)
+	d := openEngine(t, decode)
+	imp := startImpostor(t, decode, nil)
+	_, ref := imp.announce(t, honest("r1"))
+	refused, err := status.New(codes.Aborted, "message is for another incarnation").WithDetails(&kvferrypb.Failure{Code: kvferrypb.Failure_OWNER_LOST})
+	if err != nil {
+		t.Fatal(err)
+	}
+	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) { return nil, refused.Err() }
+	d.ingest("r1")
+	for _, wait := range []time.Duration{0, deadline} {
+		if _, err := d.retrieve("r1", ref, 0, wait); client.CodeOf(err) != kvferrypb.Failure_OWNER_LOST {
+			t.Errorf("retrieve, waiting %v: %v, want OWNER_LOST", wait, err)
+		}
+	}
+	if _, err := d.Release(d.ctx(), &kvferrypb.ReleaseRequest{Reference: ref}); client.CodeOf(err) != kvferrypb.Failure_OWNER_LOST {
+		t.Errorf("release: %v, want OWNER_LOST", err)
+	}
+}
+
+// TestUntrueReferenceIsAsked: an owner's answer is compared with the reference
+// as well as what gossip has brought.
+func TestUntrueReferenceIsAsked(t *testing.T) {
+	decode := startNode(t, "decode", nil)
+	d := openEngine(t, decode)
+	imp := startImpostor(t, decode, nil)
+	a, ref := imp.announce(t, honest("r1"))
+	truth, err := wire.Peek(ref)
+	if err != nil {
+		t.Fatal(err)
+	}
+	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) { // whatever was asked for
+		return &kvferrypb.Announcement{Message: a.Full, Request: "r1"}, nil
+	}
+	for name, change := range map[string]func(*wire.Reference){
+		"request":   func(r *wire.Reference) { r.Request = "r2" },
+		"seal word": func(r *wire.Reference) { r.Seal++ },
+	} {
+		bad := truth
+		change(&bad)
+		text, err := wire.Keys(nil).Encode(bad)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d.ingest(string(bad.Request))
+		if res, err := d.retrieve(string(bad.Request), text, 0, deadline); client.CodeOf(err) != kvferrypb.Failure_INVALID {
+			t.Errorf("another %s: %v, %v, want INVALID", name, res, err)
+		}
+	}
+}
+
 // TestFence: a broken push stream hides its sender at once, long before gossip
 // would; who is gone loses its readers, who lives is back after a probe.
 func TestFence(t *testing.T) {
@@ -666,11 +721,17 @@ func TestFence(t *testing.T) {
 			if dies {
 				got := <-waits
 				f := failureOf(t, got.err)
-				if f.GetCode() != kvferrypb.Failure_OWNER_LOST && f.GetCode() != kvferrypb.Failure_TRANSPORT || f.GetPeer() != "impostor" || f.GetPeerIncarnation() != uint64(imp.life.Incarnation) {
+				if f.GetCode() != kvferrypb.Failure_OWNER_LOST || f.GetPeer() != "impostor" || f.GetPeerIncarnation() != uint64(imp.life.Incarnation) {
 					t.Errorf("%v, want OWNER_LOST of %s", f, imp.life)
 				}
 				if took := time.Since(start); took > time.Second/2 {
 					t.Errorf("it was told after %v", took)
+				}
+				// It is still a member, which does not make it readable.
+				for _, wait := range []time.Duration{0, deadline} {
+					if _, err := d.retrieve("r1", ref, 0, wait); client.CodeOf(err) != kvferrypb.Failure_OWNER_LOST {
+						t.Errorf("its reference, waiting %v: %v, want OWNER_LOST", wait, err)
+					}
 				}
 				return
 			}

@@ -83,7 +83,11 @@ func (n *Node) notReady() []string {
 		why = append(why, "draining")
 	}
 	if !n.joined.Load() {
-		why = append(why, "not joined: no seed lists this node yet")
+		reason := "not joined"
+		if err := n.cluster.NotJoined(); err != nil {
+			reason += ": " + err.Error()
+		}
+		why = append(why, reason)
 	}
 	if age := time.Since(time.Unix(0, n.swept.Load())); age > maxSweepAge {
 		why = append(why, fmt.Sprintf("the sweeper has not run for %v", age.Round(time.Second)))

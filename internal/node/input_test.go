@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"os"
@@ -13,9 +14,11 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/kvferry/kvferry/api/client"
@@ -130,6 +133,8 @@ func TestBadInput(t *testing.T) {
 			_, err := d.client.Admin().Revoke(d.ctx(), &kvferrypb.RevokeRequest{Publication: 999})
 			return err
 		}, kvferrypb.Failure_NOT_FOUND, "publication 999"},
+		"ingest a name with an escape": {ingest(&kvferrypb.IngestRequest{Request: "a\x1b[2Jb"}), kvferrypb.Failure_INVALID, "control character"},
+		"admit a label with a newline": {admit(&kvferrypb.Segment{Request: "empty", Label: "a\nb", Span: 1}), kvferrypb.Failure_INVALID, "control character"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := failureOf(t, tt.call())
@@ -228,6 +233,110 @@ func TestForgedReference(t *testing.T) {
 			t.Errorf("%s: %v, want INVALID", name, err)
 		}
 	}
+}
+
+// TestUntrueReference: without a keyring anybody can write a reference. One that
+// says of a publication what its owner does not is refused by whoever it comes
+// to, takes nothing, and counts for nothing.
+func TestUntrueReference(t *testing.T) {
+	prefill, decode := startPair(t)
+	p, d := openEngine(t, prefill), openEngine(t, decode)
+	p.ingest("r1")
+	p.write("r1", 20)
+	good := p.publish("r1", true, to("decode")).GetReference()
+	await(t, "decode to know of it", func(ctx context.Context) error {
+		res, err := decode.admin.Publications(ctx, &kvferrypb.PublicationsRequest{Remote: true})
+		if err != nil || len(res.GetItems()) != 1 {
+			return fmt.Errorf("%v, %w", res, err)
+		}
+		return nil
+	})
+	truth, err := wire.Peek(good)
+	if err != nil {
+		t.Fatal(err)
+	}
+	otherRequest, otherSeal := truth, truth
+	otherRequest.Request = "r2"
+	otherSeal.Seal++
+	for _, e := range []*engine{p, d} {
+		e.ingest("r1")
+		e.ingest("r2")
+	}
+	untrue := func(when string) {
+		t.Helper()
+		for name, r := range map[string]wire.Reference{"request": otherRequest, "seal word": otherSeal} {
+			ref, err := wire.Keys(nil).Encode(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for where, e := range map[string]*engine{"the reader": d, "the owner": p} {
+				for _, wait := range []time.Duration{0, deadline} {
+					if res, err := e.retrieve(string(r.Request), ref, 0, wait); client.CodeOf(err) != kvferrypb.Failure_INVALID {
+						t.Errorf("%s, another %s at %s: %v, %v, want INVALID", when, name, where, res, err)
+					}
+				}
+				if _, err := e.Release(e.ctx(), &kvferrypb.ReleaseRequest{Reference: ref}); client.CodeOf(err) != kvferrypb.Failure_INVALID && client.CodeOf(err) != kvferrypb.Failure_BUSY {
+					t.Errorf("%s, release with another %s at %s: %v, want INVALID", when, name, where, err)
+				}
+			}
+		}
+	}
+	untrue("before")
+	// An owner that is asked does not know it under that name either.
+	_, err = callPeer(t, prefill).Lookup(d.ctx(), &kvferrypb.LookupRequest{
+		Incarnation: uint64(prefill.Life().Incarnation), Sequence: uint64(truth.Publication.Sequence), Request: "r2",
+	})
+	if st, _ := status.FromError(err); st.Code() != codes.InvalidArgument {
+		t.Errorf("lookup for another request: %v, want INVALID", err)
+	}
+	if _, err := p.Release(p.ctx(), &kvferrypb.ReleaseRequest{Reference: good}); client.CodeOf(err) != kvferrypb.Failure_INVALID || !strings.Contains(err.Error(), "published by this node") {
+		t.Errorf("release by the owner: %v, want INVALID that says why", err)
+	}
+	res, err := prefill.admin.Publications(t.Context(), &kvferrypb.PublicationsRequest{})
+	if err != nil || len(res.GetItems()) != 1 || res.GetItems()[0].GetAcknowledged() != 0 || res.GetItems()[0].GetLeases() != 0 {
+		t.Errorf("something was counted: %v, %v", res, err)
+	}
+	if res, err := d.retrieve("r1", good, 0, deadline); err != nil || res.GetReadiness() != kvferrypb.Readiness_READY {
+		t.Fatalf("%v, %v", res, err)
+	}
+	if got := d.verify("r1", "main"); got != 20 {
+		t.Errorf("%d tokens, want 20", got)
+	}
+	// Nor when it has landed, and the follow of it is still there.
+	bad, err := wire.Keys(nil).Encode(otherSeal)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.retrieve("r1", bad, 0, 0); client.CodeOf(err) != kvferrypb.Failure_INVALID {
+		t.Errorf("after it has landed: %v, want INVALID", err)
+	}
+}
+
+// TestNotJoined: readyz says why.
+func TestNotJoined(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	seed := l.Addr().String()
+	l.Close() // nobody is there
+	n := startNode(t, "alone", nil, [2]string{"cluster.join", seed})
+	await(t, "readyz to say why", func(ctx context.Context) error {
+		req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+n.Addresses().HTTP.String()+"/readyz", nil)
+		if err != nil {
+			return err
+		}
+		res, err := http.DefaultClient.Do(req)
+		if err != nil {
+			return err
+		}
+		defer res.Body.Close()
+		body, err := io.ReadAll(res.Body)
+		if want := "not joined: no seed lists this node yet: "; !strings.HasPrefix(string(body), want) || !strings.Contains(string(body), seed) || strings.Count(string(body), "\n") != 1 {
+			return fmt.Errorf("%d %q, want %q and %s; %w", res.StatusCode, body, want, seed, err)
+		}
+		return nil
+	})
 }
 
 // TestStartLeavesNothing: whichever port or socket is taken, the error names

@@ -209,7 +209,7 @@ func (s snapshot) Collect(ch chan<- prometheus.Metric) {
 	for dir, v := range map[string]uint64{"out": g.PacketsOut, "in": g.PacketsIn} {
 		count("gossip_packets_total", "Packets of gossip.", v, "direction", dir)
 	}
-	count("gossip_bad_messages_total", "Gossip that could not be decoded.", g.BadMessages)
+	count("gossip_bad_messages_total", "Gossip that could not be decoded, or came from a stranger: another key or cluster name.", g.BadMessages)
 	count("gossip_queue_drops_total", "Gossip that found a queue full.", g.QueueDrops)
 	gauge("gossip_outbox", "Items that wait to be sent.", float64(g.Outbox))
 	gauge("members", "Live members, this one included.", float64(g.Members))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -210,8 +211,11 @@ func TestReleaseFreesTheOwner(t *testing.T) {
 		t.Errorf("%v", e)
 	}
 	d.ingest("r1")
-	if _, err := d.retrieve("r1", ref, 0, deadline); client.CodeOf(err) != kvferrypb.Failure_STALE {
+	if _, err := d.retrieve("r1", ref, 0, deadline); client.CodeOf(err) != kvferrypb.Failure_STALE || !strings.Contains(err.Error(), "has ended: all its readers have taken it") {
 		t.Errorf("retrieve what was released: %v, want STALE", err)
+	}
+	if _, err := d.Release(d.ctx(), &kvferrypb.ReleaseRequest{Reference: ref}); err != nil {
+		t.Errorf("release it again: %v", err)
 	}
 	d.remove("r1")
 	awaitAllFree(t, decode)
@@ -230,6 +234,40 @@ func (e *engine) event(kind kvferrypb.Event_Kind) *kvferrypb.Event {
 		case <-timeout:
 			e.t.Fatalf("waited %v for an event %v", deadline, kind)
 			return nil
+		}
+	}
+}
+
+// TestOwnRequestIsGone: ready means that the bytes are there, on the owner, too.
+func TestOwnRequestIsGone(t *testing.T) {
+	n := startNode(t, "alone", nil)
+	e := openEngine(t, n)
+	for name, labels := range map[string][]string{"one label": {"main"}, "two labels": {"main", "cfg"}} {
+		r := "r-" + name
+		e.ingest(r, labels...)
+		e.write(r, 20, labels...)
+		ref := e.publish(r, true).GetReference()
+		for _, by := range []string{ref, ""} {
+			if res, err := e.retrieve(r, by, 0, 0); err != nil || res.GetReadiness() != kvferrypb.Readiness_READY || len(res.GetLengths()) != len(labels) {
+				t.Errorf("%s by %q: %v, %v, want READY", name, by, res, err)
+			}
+		}
+		e.remove(r)
+		e.ingest(r, labels...)
+		for _, by := range []string{ref, ""} {
+			res, err := e.retrieve(r, by, 0, deadline)
+			if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_NOT_FOUND || !strings.Contains(f.GetMessage(), "published by this node") || f.GetRemedy() == "" {
+				t.Errorf("%s by %q when the request is gone: %v, %v, want NOT_FOUND", name, by, res, f)
+			}
+		}
+		// What it computes and publishes anew is its own again.
+		e.write(r, 12, labels...)
+		ref2 := e.publish(r, true).GetReference()
+		if res, err := e.retrieve(r, ref2, 0, 0); err != nil || res.GetReadiness() != kvferrypb.Readiness_READY {
+			t.Errorf("%s anew: %v, %v, want READY", name, res, err)
+		}
+		if res, err := e.retrieve(r, ref, 0, 0); client.CodeOf(err) != kvferrypb.Failure_NOT_FOUND {
+			t.Errorf("%s, the former one: %v, %v, want NOT_FOUND", name, res, err)
 		}
 	}
 }

@@ -119,9 +119,6 @@ func (s peerService) Lookup(_ context.Context, req *kvferrypb.LookupRequest) (*k
 	}
 	full, r, err := s.node.owner.find(time.Now(), id.Sequence(req.GetSequence()), id.Request(req.GetRequest()))
 	if err != nil {
-		if cause := s.node.owner.holds.cause(id.Sequence(req.GetSequence())); cause != "" {
-			return nil, fmt.Errorf("publication %d: %w", req.GetSequence(), endedError(cause))
-		}
 		return nil, fmt.Errorf("publication %d: %w", req.GetSequence(), err)
 	}
 	return &kvferrypb.LookupResponse{Announcement: &kvferrypb.Announcement{Message: full, Request: string(r)}}, nil

@@ -362,13 +362,31 @@ func (p *peer) known(ctx context.Context) (hello, error) {
 		return hello{}, context.Cause(p.ctx)
 	case <-ctx.Done():
 		if err := p.failure(); err != nil && errors.Is(context.Cause(ctx), errTooLate) {
-			return hello{}, fmt.Errorf("%w: %w", errTransport, err)
+			return hello{}, p.unreachable(err)
 		}
 		return hello{}, fmt.Errorf("hello to %s at %s is not answered yet: %w", p.life, p.member.Meta.Peer, context.Cause(ctx))
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.hello, nil
+}
+
+// unreachable says what a failed call proves of the peer's life: that it is gone
+// if another one answers in its place, or if nobody does after its stream broke.
+// A process that is merely stopped lets the call run out, and may go on.
+func (p *peer) unreachable(err error) error {
+	p.mu.Lock()
+	suspect := p.suspect
+	p.mu.Unlock()
+	if isOther(err) || suspect && status.Code(err) == codes.Unavailable {
+		return fmt.Errorf("%w: %w", errOwnerLost, err)
+	}
+	return fmt.Errorf("%w: %w", errTransport, err)
+}
+
+// isOther says that another life answered.
+func isOther(err error) bool {
+	return errors.Is(err, transfer.ErrIdentity) || codeOf(err) == kvferrypb.Failure_OWNER_LOST
 }
 
 // failure is what went wrong last, nil if nothing did.
@@ -682,6 +700,9 @@ func (p *peer) probe() {
 			p.mu.Unlock()
 			p.show()
 			return
+		}
+		if isOther(err) { // a new life, which knows nobody if it has no seeds
+			p.node.cluster.Call(p.life.Node)
 		}
 		// A process that is merely stopped does not refuse; gossip decides on it.
 		if status.Code(err) != codes.DeadlineExceeded {

@@ -227,19 +227,71 @@ func (o *owner) freeLocked(now time.Time, p *published, end heldEnd, ends []endi
 	return append(ends, ending{p, end.cause, end.readers}), merge(out, released)
 }
 
-// find returns a live publication of ours for a peer, with all its pages.
+// find returns a live publication of ours for a peer, with all its pages. The
+// error wraps [wire.ErrReference] if it is of another request than r; "" is any.
 func (o *owner) find(now time.Time, s id.Sequence, r id.Request) (full []byte, request id.Request, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if s != 0 {
+		p, err := o.liveLocked(s)
+		if err != nil {
+			return nil, "", err
+		}
+		if r != "" && r != p.value.Request {
+			return nil, "", fmt.Errorf("%s is not of request %q: %w", p.name, r, wire.ErrReference)
+		}
+	}
 	full, name, err := o.log.Find(now, s, r)
+	if cause := o.holds.cause(s); err != nil && cause != "" {
+		err = endedError(cause)
+	}
 	if err != nil {
 		return nil, "", err
 	}
-	p := o.bySeq[name.Sequence]
-	if p == nil {
-		return nil, "", publish.ErrEnded
+	p, err := o.liveLocked(name.Sequence)
+	if err != nil {
+		return nil, "", err
 	}
 	return full, p.value.Request, nil
+}
+
+// own returns a live publication of ours. The error wraps [wire.ErrReference]
+// if a reference to it says what it is not.
+func (o *owner) own(s id.Sequence, ref *wire.Reference) (published, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p, err := o.liveLocked(s)
+	if err != nil {
+		return published{}, err
+	}
+	return *p, matches(ref, p.name, p.value.Request.Hash(), p.seal)
+}
+
+// liveLocked returns a live publication of ours, or says how it ended.
+func (o *owner) liveLocked(s id.Sequence) (*published, error) {
+	if p := o.bySeq[s]; p != nil {
+		return p, nil
+	}
+	if cause := o.holds.cause(s); cause != "" {
+		return nil, endedError(cause)
+	}
+	_, _, err := o.log.Find(time.Now(), s, "") // it knows which have been
+	return nil, cmp.Or(err, publish.ErrEnded)
+}
+
+// matches checks what a reference says of a publication against what its owner
+// says. Without a keyring anybody can write one. ref may be nil.
+func matches(ref *wire.Reference, name id.Publication, r id.RequestHash, seal uint32) error {
+	switch {
+	case ref == nil:
+		return nil
+	case ref.Request.Hash() != r:
+		return fmt.Errorf("%s is not of request %q: %w", name, ref.Request, wire.ErrReference)
+	case ref.Seal != seal:
+		return fmt.Errorf("%s has seal word %d, not %d: %w", name, seal, ref.Seal, wire.ErrReference)
+	default:
+		return nil
+	}
 }
 
 // live lists all publications of ours for people and for Snapshot, oldest first.

@@ -383,11 +383,11 @@ func TestFollows(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f, _, made, err := n.accept(ctx, nil, "r1", a)
+	f, _, made, err := n.accept(ctx, nil, "r1", a, 1)
 	if err != nil || !made {
 		t.Fatal(err)
 	}
-	if again, _, made, err := n.accept(ctx, nil, "r1", b); err != nil || made || again != f {
+	if again, _, made, err := n.accept(ctx, nil, "r1", b, 1); err != nil || made || again != f {
 		t.Errorf("a second one: %v, %v, %v", again, made, err)
 	}
 	if fs.from(a) != f || fs.from(b) != nil || len(fs.active()) != 1 {
@@ -398,7 +398,7 @@ func TestFollows(t *testing.T) {
 	if got != f || len(calls) != 1 || ctx.Err() == nil {
 		t.Errorf("detach = %v, %d calls, %v", got, len(calls), ctx.Err())
 	}
-	if _, _, _, err := n.accept(ctx, nil, "r1", b); !errors.Is(err, cause) {
+	if _, _, _, err := n.accept(ctx, nil, "r1", b, 1); !errors.Is(err, cause) {
 		t.Errorf("a call that was ended: %v", err)
 	}
 	leave()
@@ -412,7 +412,7 @@ func TestFollows(t *testing.T) {
 		t.Errorf("%d, %d, %d, %d are left", len(fs.byRequest), len(fs.bySource), len(fs.calls), fs.waiting)
 	}
 	n.finish(f, kvferrypb.CompleteItem_FAILED) // late, of nobody any more
-	g, _, _, err := n.accept(t.Context(), nil, "r1", a)
+	g, _, _, err := n.accept(t.Context(), nil, "r1", a, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -427,7 +427,7 @@ func TestFollows(t *testing.T) {
 func TestFollowFailure(t *testing.T) {
 	n := &Node{follows: newFollows()}
 	n.peers = newPeers(n)
-	f, _, _, err := n.accept(t.Context(), nil, "r1", id.Publication{Owner: id.Life{Node: "a", Incarnation: 1}, Sequence: 1})
+	f, _, _, err := n.accept(t.Context(), nil, "r1", id.Publication{Owner: id.Life{Node: "a", Incarnation: 1}, Sequence: 1}, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
