@@ -11,7 +11,15 @@ export PATH=$PATH:/usr/local/go/bin:/usr/sbin:/sbin
 tmp=$(mktemp -d "${TMPDIR:-/tmp}/kvt.XXXXXX")
 running= # the process group of the part that runs
 finish() {
-	[ -z "$running" ] || kill -TERM -- "-$running" 2>/dev/null || true
+	trap '' INT TERM
+	if [ -n "$running" ]; then
+		kill -TERM -- "-$running" 2>/dev/null || true
+		# All of it, before its files go: a cluster finds its nodes by them.
+		local until=$((SECONDS + 30))
+		while kill -0 -- "-$running" 2>/dev/null && [ "$SECONDS" -lt "$until" ]; do
+			sleep 0.1
+		done
+	fi
 	rm -rf "$tmp"
 }
 trap finish EXIT
@@ -45,19 +53,32 @@ part_vet() {
 }
 
 # readable turns the output of go test -v into what a person reads: one line a
-# package, every skip with its reason, and all that a failed package said.
+# package, every skip with its reason, and what a failed test said: the last 60
+# lines of it, or of its package if no test is to blame.
 readable() {
-	awk '
-		/^[ \t]*(=== (RUN|PAUSE|CONT|NAME)|--- PASS)/ { next }
-		/^[ \t]+[A-Za-z0-9_]+_test\.go:[0-9]+: / { said = $0; sub(/^[ \t]+/, "", said) }
-		/^[ \t]*--- SKIP: / { skips = skips "  skipped " $3 ": " said "\n" }
-		/^(ok|FAIL|\?)[ \t]/ {
-			if ($1 == "FAIL") printf "%s", chunk
-			print; printf "%s", skips; fflush()
-			chunk = skips = said = ""; next
+	awk -v most=60 '
+		function last(text, title,   lines, n, i) {
+			n = split(text, lines, "\n") - 1
+			print "---- " title
+			if (n > most) print "  (" n - most " lines before these)"
+			for (i = n > most ? n - most + 1 : 1; i <= n; i++) print lines[i]
 		}
-		{ chunk = chunk $0 "\n" }
-		END { printf "%s", chunk }'
+		/^[ \t]*=== (RUN|PAUSE|CONT|NAME)/ { test = $3; next }
+		/^[ \t]+[A-Za-z0-9_]+_test\.go:[0-9]+: / { said[test] = $0; sub(/^[ \t]+/, "", said[test]) }
+		/^[ \t]*--- PASS: / { next }
+		/^[ \t]*--- SKIP: / { skips = skips "  skipped " $3 ": " said[$3] "\n"; next }
+		/^[ \t]*--- FAIL: / { failed[++fails] = $3; next }
+		/^(ok|FAIL|\?)[ \t]/ {
+			if ($1 == "FAIL") {
+				for (i = 1; i <= fails; i++) if (by[failed[i]] != "") last(by[failed[i]], failed[i])
+				if (!fails) last(chunk, $2)
+			}
+			print; printf "%s", skips; fflush()
+			chunk = skips = test = ""; fails = 0; split("", said); split("", by); next
+		}
+		/^(FAIL|PASS|exit status .*)$/ { next }
+		{ chunk = chunk $0 "\n"; by[test] = by[test] $0 "\n" }
+		END { if (chunk != "") last(chunk, "without a package") }'
 }
 
 # ---- race: every test, under the race detector.
@@ -137,6 +158,21 @@ part_demo() {
 	grep -q 'nodes ready' "$out" || fail "the demo never came up: $(cat "$out")"
 	nothing_left "$dir"
 	echo "interrupted after it came up: status $status, nothing left behind"
+
+	# Twice within a moment, as make and a terminal do, at any time.
+	local n
+	for n in 1 2 3 4 5; do
+		TMPDIR=$dir scripts/with-cluster.sh --prefill 1 --decode 1 -- members --watch=50ms >"$out" 2>&1 &
+		pid=$! status=0
+		sleep "0.$((RANDOM % 9 + 1))"
+		kill -TERM "$pid"
+		sleep "0.000$((RANDOM % 4 + 1))"
+		kill -TERM "$pid" 2>/dev/null || true
+		wait "$pid" || status=$?
+		[ "$status" -eq 143 ] || fail "interrupted twice: status $status, want 143: $(cat "$out")"
+		nothing_left "$dir"
+	done
+	echo "interrupted twice, $n times: nothing left behind"
 }
 
 parts=("$@")

@@ -14,7 +14,9 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
@@ -29,6 +31,8 @@ type Error struct {
 	Method  string // the last part of the gRPC method, such as "Publish"
 	Code    codes.Code
 	Failure *kvferrypb.Failure // never nil
+
+	unanswered bool // no daemon did, or none within the deadline
 }
 
 func (e *Error) Error() string {
@@ -42,20 +46,20 @@ func (e *Error) Error() string {
 // GRPCStatus lets status.Code and status.FromError read the error.
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Failure.GetMessage()) }
 
-// Unwrap is ErrUnreachable where no daemon answered, or the context's error.
-func (e *Error) Unwrap() error {
+// Unwrap is ErrUnreachable where no daemon answered, and the context's error.
+func (e *Error) Unwrap() []error {
+	var errs []error
+	if e.unanswered {
+		errs = append(errs, ErrUnreachable)
+	}
 	switch e.Code {
-	case codes.Unavailable:
-		if e.Failure.GetCode() == kvferrypb.Failure_UNSPECIFIED {
-			return ErrUnreachable
-		}
 	case codes.Canceled:
-		return context.Canceled
+		errs = append(errs, context.Canceled)
 	case codes.DeadlineExceeded:
-		return context.DeadlineExceeded
+		errs = append(errs, context.DeadlineExceeded)
 	default:
 	}
-	return nil
+	return errs
 }
 
 // CodeOf returns the failure code of an error of this package, UNSPECIFIED of
@@ -77,6 +81,9 @@ type Client struct {
 // Dial prepares a connection to the unix socket at path; it is made with the
 // first call. A path with no socket fails at once with ErrUnreachable.
 func Dial(path string) (*Client, error) {
+	if path == "" {
+		return nil, fmt.Errorf("dial: %w: no socket is named", ErrUnreachable)
+	}
 	if _, err := os.Stat(path); err != nil {
 		return nil, fmt.Errorf("dial %s: %w: %w (is the agent running? name it with --node or --socket)", path, ErrUnreachable, err)
 	}
@@ -88,6 +95,7 @@ func Dial(path string) (*Client, error) {
 			var d net.Dialer
 			return d.DialContext(ctx, "unix", path)
 		}),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.DefaultConfig, MinConnectTimeout: connectTimeout}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxCallSendMsgSize(kvferrypb.MaxMessage)),
 		grpc.WithUnaryInterceptor(c.unary),
 		grpc.WithStreamInterceptor(c.stream),
@@ -137,9 +145,15 @@ func (c *Client) convert(method string, err error) error {
 			return e
 		}
 	}
-	if st.Code() == codes.Unavailable { // nobody was there to say more
+	switch { // nobody was there to say more
+	case st.Code() == codes.Unavailable,
+		// The kernel takes connections for a process that does not.
+		st.Code() == codes.DeadlineExceeded && c.conn.GetState() != connectivity.Ready:
+		e.unanswered = true
 		e.Failure.Message = fmt.Sprintf("no agent answers on %s: %s", c.socket, st.Message())
-		e.Failure.Remedy = "does the agent run? its log says why it ended"
+		e.Failure.Remedy = silentRemedy
+	case st.Code() == codes.DeadlineExceeded:
+		e.Failure.Message = fmt.Sprintf("no answer in time on %s: %s", c.socket, st.Message())
 	}
 	return e
 }
@@ -152,6 +166,13 @@ func lastPart(method string) string {
 	}
 	return method
 }
+
+// silentRemedy is for a node that says nothing.
+const silentRemedy = "does the agent run? its process may be stopped (kill -CONT goes on with it), or have ended (its log says why)"
+
+// connectTimeout is how long a process may take to greet a connection that the
+// kernel has taken for it.
+const connectTimeout = 5 * time.Second
 
 // closeTimeout bounds what Close says to a node that may be gone.
 const closeTimeout = 2 * time.Second

@@ -3,11 +3,13 @@ package client_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -50,6 +52,30 @@ func serve(t *testing.T, err error) (path string, stop func()) {
 	go s.Serve(l)
 	t.Cleanup(s.Stop)
 	return path, s.Stop
+}
+
+// silent takes a call and does not answer it.
+type silent struct {
+	kvferrypb.UnimplementedAdminServer
+}
+
+func (silent) Status(ctx context.Context, _ *kvferrypb.StatusRequest) (*kvferrypb.StatusResponse, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func serveSilence(t *testing.T) (path string) {
+	t.Helper()
+	path = socketPath(t)
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := grpc.NewServer()
+	kvferrypb.RegisterAdminServer(s, silent{})
+	go s.Serve(l)
+	t.Cleanup(s.Stop)
+	return path
 }
 
 func statusOf(t *testing.T, path string) error {
@@ -113,6 +139,48 @@ func TestNobodyAnswers(t *testing.T) {
 		stop()
 		if _, err := c.Admin().Status(t.Context(), &kvferrypb.StatusRequest{}); !errors.Is(err, client.ErrUnreachable) {
 			t.Errorf("Status = %v, want ErrUnreachable", err)
+		}
+	})
+	t.Run("an agent whose process is stopped", func(t *testing.T) {
+		path := socketPath(t)
+		l, err := net.Listen("unix", path) // the kernel takes the connection, nobody else
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		c, err := client.Dial(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		_, statusErr := c.Admin().Status(ctx, &kvferrypb.StatusRequest{})
+		_, openErr := c.Open(ctx, client.OpenOptions{})
+		for _, err := range []error{statusErr, openErr} {
+			if !errors.Is(err, client.ErrUnreachable) || !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("error %v, want ErrUnreachable and the context's end", err)
+			}
+			if text := fmt.Sprint(err); !strings.Contains(text, path) || !strings.Contains(text, "stopped") {
+				t.Errorf("error %v, want the path, and that the process may be stopped", err)
+			}
+		}
+	})
+	t.Run("no answer on a connection that stands", func(t *testing.T) {
+		path := serveSilence(t)
+		c, err := client.Dial(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := c.Admin().Members(t.Context(), &kvferrypb.MembersRequest{}); status.Code(err) != codes.Unimplemented {
+			t.Fatalf("Members = %v", err) // the connection stands
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		_, err = c.Admin().Status(ctx, &kvferrypb.StatusRequest{})
+		if errors.Is(err, client.ErrUnreachable) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), path) {
+			t.Errorf("Status = %v, want the context's end alone, and the path", err)
 		}
 	})
 	t.Run("the caller gives up", func(t *testing.T) {

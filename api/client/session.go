@@ -80,7 +80,10 @@ func (c *Client) Open(ctx context.Context, o OpenOptions) (*Session, error) {
 	select {
 	case err = <-opened:
 	case <-ctx.Done():
-		err = context.Cause(ctx)
+		err = fmt.Errorf("open: no events on %s: %w: %w (%s)", c.socket, ErrUnreachable, context.Cause(ctx), silentRemedy)
+		if errors.Is(ctx.Err(), context.Canceled) {
+			err = context.Cause(ctx) // the caller did not want it
+		}
 	}
 	if err != nil {
 		s.stop()

@@ -3,8 +3,11 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -52,6 +55,9 @@ standard output, and nothing else ever does.`,
 func serve(cmd *cobra.Command, conf *config.Config, logger *slog.Logger) error {
 	ctx := cmd.Context()
 	n, err := node.Start(ctx, node.Options{Config: conf, Logger: logger, Version: readBuild().Version})
+	if errors.Is(err, fs.ErrPermission) && conf.Node.Socket == config.DefaultSocket(conf.Node.Name) && os.Getenv("XDG_RUNTIME_DIR") == "" {
+		return fmt.Errorf("%w (the engine socket lies in /run/kvferry by default: set XDG_RUNTIME_DIR or node.socket to where this user may write)", err)
+	}
 	if err != nil {
 		return err
 	}

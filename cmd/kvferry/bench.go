@@ -27,6 +27,29 @@ publish to ready is measured on its first prefill and decode node.
 What could not be measured is listed with the reason.`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			for _, n := range o.ChunkBytes {
+				if n < bench.MinChunkBytes || n > bench.MaxChunkBytes || n%8 != 0 {
+					return usage(cmd, "--chunk=%d: want a multiple of 8, %d to %d", n, bench.MinChunkBytes, bench.MaxChunkBytes)
+				}
+			}
+			switch {
+			case len(o.ChunkBytes) == 0:
+				return usage(cmd, "--chunk is empty")
+			case o.Concurrency < 1 || o.Concurrency > bench.MaxConcurrency:
+				return usage(cmd, "--concurrency=%d: want 1 to %d", o.Concurrency, bench.MaxConcurrency)
+			case o.Rounds < 1 || o.Rounds > bench.MaxRounds:
+				return usage(cmd, "--rounds=%d: want 1 to %d", o.Rounds, bench.MaxRounds)
+			case o.ArenaBytes < o.LeastArena() || o.ArenaBytes > bench.MaxArenaBytes:
+				return usage(cmd, "--arena=%d: want %d, two of the largest chunk for each read at once, to %d", o.ArenaBytes, o.LeastArena(), int64(bench.MaxArenaBytes))
+			case o.Duration <= 0 || o.Duration > bench.MaxDuration:
+				return usage(cmd, "--duration=%v: want more than 0s, at most %v", o.Duration, bench.MaxDuration)
+			case o.Samples < 1 || o.Samples > bench.MaxSamples:
+				return usage(cmd, "--samples=%d: want 1 to %d", o.Samples, bench.MaxSamples)
+			case o.Warmup < 0 || o.Warmup > bench.MaxSamples:
+				return usage(cmd, "--warmup=%d: want 0 to %d", o.Warmup, bench.MaxSamples)
+			case o.Warmup == 0:
+				o.Warmup = -1 // none; 0 is for the default
+			}
 			self, err := os.Executable()
 			if err != nil {
 				return fmt.Errorf("find this program: %w", err)
@@ -61,7 +84,7 @@ What could not be measured is listed with the reason.`,
 		},
 	}
 	f := cmd.Flags()
-	f.Int64SliceVar(&o.ChunkBytes, "chunk", []int64{64 << 10}, "bytes of the chunks pulled")
+	f.Int64SliceVar(&o.ChunkBytes, "chunk", []int64{64 << 10}, "bytes of the chunks pulled, multiples of 8")
 	f.IntVar(&o.Concurrency, "concurrency", 1, "reads at once on a link")
 	f.IntVar(&o.Rounds, "rounds", 9, "interleaved rounds")
 	f.Int64Var(&o.ArenaBytes, "arena", 512<<20, "bytes of either side's arena")

@@ -25,7 +25,8 @@ func newConfigValidate() *cobra.Command {
 		Use:   "validate FILE",
 		Short: "Check a configuration as an agent would, and say what it amounts to",
 		Long: `Check a configuration as "kvferry agent" would, the environment and --set
-included. Every mistake is listed with line and column. Exit code 1 if there is one.`,
+included. Every mistake in any of them is listed, with line and column where it is
+of the file; a file that is no YAML at all has only the first. Exit code 1 if there is one.`,
 		Args: oneArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := config.Load(args[0], sets...)

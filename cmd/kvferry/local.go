@@ -41,16 +41,25 @@ fails, nothing stays behind.
 
 The nodes run until "kvferry local down". Their configurations, logs, and
 cluster.json (pid, start time, addresses, socket of each) lie in
-$XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME.`,
+$XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME, or where
+that may not be written, in /tmp/kvferry-UID/local/NAME.
+
+A node's name, addresses, and paths are its own: --set does not set them.`,
 		Example: `  kvferry local up --prefill 2 --decode 2 --layers 2
   kvferry local up --name big -c mine.yaml --set arena.pages=4GiB`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.Name = t.cluster
-			if o.Prefill < 0 || o.Decode < 0 || o.Prefill+o.Decode == 0 {
-				return usage(cmd, "--prefill=%d --decode=%d: want at least one node", o.Prefill, o.Decode)
+			switch most := localcluster.MaxNodes; {
+			case o.Prefill < 0 || o.Prefill > most || o.Decode < 0 || o.Decode > most || o.Prefill+o.Decode < 1 || o.Prefill+o.Decode > most:
+				return usage(cmd, "--prefill=%d --decode=%d: want at least one node, at most %d in all", o.Prefill, o.Decode, most)
+			case o.Timeout <= 0:
+				return usage(cmd, "--timeout=%v: want more than 0s", o.Timeout)
 			}
 			if cmd.Flags().Changed("layers") {
+				if layers < 1 {
+					return usage(cmd, "--layers=%d: want 1 or more", layers)
+				}
 				o.Set = append(o.Set, "arena.layers="+strconv.Itoa(layers))
 			}
 			if cmd.Flags().Changed("pages") {
@@ -58,6 +67,9 @@ $XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME.`,
 			}
 			begin := time.Now()
 			c, err := localcluster.Up(cmd.Context(), o)
+			if errors.Is(err, localcluster.ErrOptions) {
+				return usage(cmd, "%w", err)
+			}
 			if err != nil {
 				return err
 			}
@@ -67,7 +79,7 @@ $XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME.`,
 				rows.AppendRow([]any{n.Node, n.Role, n.PID, n.Gossip, n.Peer, n.Data, n.HTTP, n.Engine})
 			}
 			rows.Render()
-			_, err = fmt.Fprintf(out, "%d nodes ready in %v\n", len(c.Nodes()), time.Since(begin).Round(time.Millisecond))
+			_, err = fmt.Fprintf(out, "%s ready in %v\n", countNodes(len(c.Nodes())), time.Since(begin).Round(time.Millisecond))
 			return err
 		},
 	}
@@ -82,12 +94,19 @@ $XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME.`,
 	return cmd
 }
 
+func countNodes(n int) string {
+	if n == 1 {
+		return "1 node"
+	}
+	return fmt.Sprintf("%d nodes", n)
+}
+
 func newLocalDown(t *target) *cobra.Command {
 	return &cobra.Command{
 		Use:   "down",
 		Short: "Stop a cluster and remove everything it left",
-		Long: `Stop every node by SIGTERM, after 15 s by SIGKILL, and remove the cluster's
-directory. A process is signalled only if it is the one that was started.
+		Long: `Stop every node by SIGTERM (one that is stopped goes on for that), after 15 s by
+SIGKILL, and remove the cluster's directory. A process is signalled only if it is the one that was started.
 Without a cluster there is nothing to do, and that is no failure.`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -103,7 +122,7 @@ Without a cluster there is nothing to do, and that is no failure.`,
 			if err := c.Down(cmd.Context()); err != nil {
 				return err
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "stopped %d nodes\n", n)
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "stopped %s\n", countNodes(n))
 			return err
 		},
 	}

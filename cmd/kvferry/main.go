@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -65,7 +66,13 @@ func run(args []string, stdout, stderr io.Writer) int {
 		err = &usageError{cmd.CommandPath(), err}
 	}
 	if err != nil {
-		fmt.Fprintf(stderr, "kvferry: %v\n", err)
+		// Of many lines, some of which may quote others.
+		for i, line := range strings.Split(err.Error(), "\n") {
+			if i == 0 {
+				line = "kvferry: " + line
+			}
+			fmt.Fprintln(stderr, printable(line))
+		}
 	}
 	return exitCode(err)
 }

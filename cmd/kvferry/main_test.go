@@ -57,6 +57,73 @@ func TestMessagesAsDocuments(t *testing.T) {
 	}
 }
 
+// Nothing begins with a value that cannot be, and the flag is named.
+func TestWrongValues(t *testing.T) {
+	t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
+	for _, tt := range []struct{ line, want string }{
+		{"local up --prefill 1000", "--prefill"},
+		{"local up --layers 0", "--layers"},
+		{"local up --timeout 0s", "--timeout"},
+		{"local up --set ports.http=80", "--set"},
+		{"local up --set cluster.join=127.0.0.1:1", "--set"},
+		{"publish r1 --readers 999999999", "--readers"},
+		{"publish r1 --timeout 0s", "--timeout"},
+		{"release kvf1.AAA", "reference"},
+		{"release r1", "reference"},
+		{"retrieve kvf1.AAAA", "reference"},
+		{"replay trace.jsonl --labels=-1", "--labels"},
+		{"replay trace.jsonl --labels 0", "--labels"},
+		{"replay trace.jsonl --labels 300", "--labels"},
+		{"replay trace.jsonl --concurrency=-3", "--concurrency"},
+		{"replay trace.jsonl --time-scale=-1", "--time-scale"},
+		{"replay trace.jsonl --time-scale NaN", "--time-scale"},
+		{"replay trace.jsonl --time-scale 1e300", "--time-scale"},
+		{"replay trace.jsonl --limit=-1", "--limit"},
+		{"replay trace.jsonl --decode-steps=-2", "--decode-steps"},
+		{"replay trace.jsonl --timeout 0s", "--timeout"},
+		{"replay trace.jsonl --timeout=-1s", "--timeout"},
+		{"replay trace.jsonl --chunk 0", "--chunk"},
+		{"bench --rounds=-1", "--rounds"},
+		{"bench --rounds 0", "--rounds"},
+		{"bench --samples 0", "--samples"},
+		{"bench --warmup=-1", "--warmup"},
+		{"bench --chunk 0", "--chunk"},
+		{"bench --chunk=-5", "--chunk"},
+		{"bench --chunk 64,3", "--chunk"},
+		{"bench --duration=-1s", "--duration"},
+		{"bench --arena=-1", "--arena"},
+		{"bench --concurrency 0", "--concurrency"},
+	} {
+		var out, errs bytes.Buffer
+		code := run(strings.Fields(tt.line), &out, &errs)
+		if code != exitUsage || !strings.Contains(errs.String(), tt.want) || strings.Count(errs.String(), "\n") != 1 || out.Len() > 0 {
+			t.Errorf("kvferry %s: exit code %d, want %d, and %q in one line: %s", tt.line, code, exitUsage, tt.want, &errs)
+		}
+	}
+}
+
+// What others have named does not get to the terminal as it is.
+func TestTablesArePrintable(t *testing.T) {
+	for in, want := range map[string]string{
+		"plain-1.a": "plain-1.a", "日本": "日本", `a\b`: `a\b`, "": "",
+		"\x1b[2Jgone": `\x1b[2Jgone`, "a\nb\tc\r": `a\nb\tc\r`, "\xff\u202e\u009b": `\xff\u202e\u009b`, "\ufffd": "\ufffd",
+	} {
+		if got := printable(in); got != want {
+			t.Errorf("printable(%q) = %q, want %q", in, got, want)
+		}
+	}
+	var out, errs bytes.Buffer
+	rows := newTable(&out, "name", "n")
+	rows.AppendRow([]any{"evil\x1b[31m\nnode-2", 5})
+	rows.Render()
+	if got := out.String(); strings.Contains(got, "\x1b") || strings.Count(got, "\n") != 2 || !strings.Contains(got, `\x1b[31m\nnode-2  5`) {
+		t.Errorf("table %q has what a terminal would obey", got)
+	}
+	if code := run([]string{"nosuch\x1b[2J"}, &out, &errs); code != exitUsage || strings.Contains(errs.String(), "\x1b") {
+		t.Errorf("exit code %d, error %q", code, &errs)
+	}
+}
+
 func TestForPeople(t *testing.T) {
 	for want, got := range map[string]string{
 		"0 B":      formatBytes(0),

@@ -8,8 +8,11 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/goccy/go-yaml"
 	"github.com/jedib0t/go-pretty/v6/table"
@@ -165,7 +168,8 @@ func printJSON(w io.Writer, f *format, raw []byte) error {
 }
 
 // newTable is a table without lines, easy to cut and to grep.
-func newTable(w io.Writer, header ...any) table.Writer {
+// Names in it come from elsewhere, so that no cell gets to the terminal as it is.
+func newTable(w io.Writer, header ...any) tableWriter {
 	t := table.NewWriter()
 	t.SetOutputMirror(w)
 	style := table.StyleDefault
@@ -178,7 +182,38 @@ func newTable(w io.Writer, header ...any) table.Writer {
 	if len(header) > 0 {
 		t.AppendHeader(header)
 	}
-	return t
+	return tableWriter{t}
+}
+
+// tableWriter is a table whose cells are printable.
+type tableWriter struct{ table.Writer }
+
+// AppendRow adds a row; numbers stay numbers, and so to the right.
+func (t tableWriter) AppendRow(row table.Row, config ...table.RowConfig) {
+	safe := slices.Clone(row)
+	for i, cell := range safe {
+		if text := fmt.Sprint(cell); printable(text) != text {
+			safe[i] = printable(text)
+		}
+	}
+	t.Writer.AppendRow(safe, config...)
+}
+
+// printable writes what a terminal would obey, and what is no text, as Go does:
+// \x1b, \n, \xff.
+func printable(s string) string {
+	var out strings.Builder
+	for i, r := range s {
+		switch _, size := utf8.DecodeRuneInString(s[i:]); {
+		case r == utf8.RuneError && size == 1:
+			fmt.Fprintf(&out, `\x%02x`, s[i])
+		case unicode.IsPrint(r):
+			out.WriteRune(r)
+		default:
+			out.WriteString(strings.Trim(strconv.QuoteRune(r), "'"))
+		}
+	}
+	return out.String()
 }
 
 func isTerminal(w io.Writer) bool {

@@ -11,6 +11,9 @@ import (
 	"github.com/kvferry/kvferry/internal/replay"
 )
 
+// maxReaders is what a node accepts.
+const maxReaders = 256
+
 func newPublish(t *target) *cobra.Command {
 	o := replay.PublishOptions{}
 	var node string
@@ -25,7 +28,8 @@ and remove. The KV is a function of the request's name, which "kvferry retrieve
 --verify" checks.
 
 The publication outlives the command, until enough readers have it or its hold
-is over.`,
+is over, which the node's timers.max_hold caps. The announcement goes out by
+gossip in any case: a --target that is not a member learns of it by that alone.`,
 		Example: `  kvferry publish r1 --tokens 1000 --chunks 4
   kvferry publish r1 --target decode-0 --hold 5m`,
 		Args: oneArgument,
@@ -37,8 +41,13 @@ is over.`,
 			if o.Tokens < 1 || o.Tokens > replay.MaxTokens || o.Chunks < 1 || o.Chunks > o.Tokens {
 				return usage(cmd, "--tokens=%d --chunks=%d: want 1 to %d tokens, and a token in each chunk", o.Tokens, o.Chunks, replay.MaxTokens)
 			}
-			if o.Readers < 1 || o.Hold < 0 || timeout <= 0 {
-				return usage(cmd, "--readers=%d --hold=%v --timeout=%v: want a reader and no negative time", o.Readers, o.Hold, timeout)
+			switch {
+			case o.Readers < 1 || o.Readers > maxReaders:
+				return usage(cmd, "--readers=%d: want 1 to %d", o.Readers, maxReaders)
+			case o.Hold < 0:
+				return usage(cmd, "--hold=%v is negative", o.Hold)
+			case timeout <= 0:
+				return usage(cmd, "--timeout=%v: want more than 0s", timeout)
 			}
 			var err error
 			if o.Socket, err = t.path(); err != nil {
@@ -61,7 +70,7 @@ is over.`,
 	f.IntVar(&o.Tokens, "tokens", 256, "tokens of the prompt")
 	f.IntVar(&o.Chunks, "chunks", 1, "publish so many times")
 	f.StringVar(&node, "target", "", "push the announcement to this node (default gossip alone)")
-	f.IntVar(&o.Readers, "readers", 1, "nodes that will read")
+	f.IntVar(&o.Readers, "readers", 1, "nodes that will read, 256 at most")
 	f.DurationVar(&o.Hold, "hold", 0, "how long the pages are held for the first reader (default the node's)")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "for all of it")
 	output = addFormat(cmd)

@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/api/wire"
 )
 
 func newRelease(t *target) *cobra.Command {
@@ -17,6 +18,9 @@ func newRelease(t *target) *cobra.Command {
 the node among the readers, as "declined", and need not hold the pages for it.`,
 		Args: oneArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if _, err := wire.Peek(args[0]); err != nil {
+				return usage(cmd, "%w", err)
+			}
 			c, err := t.dial()
 			if err != nil {
 				return err

@@ -44,7 +44,7 @@ type Options struct {
 	// Duration of one pull of one round, at least; default 1 s.
 	Duration time.Duration
 	// Samples of publish to ready, after Warmup ones that do not count;
-	// default 400 and 50.
+	// default 400 and 50, Warmup negative: none.
 	Samples, Warmup int
 	// Progress gets a line a step; nil: nothing.
 	Progress io.Writer
@@ -59,7 +59,14 @@ const (
 	MaxChunkBytes  = 64 << 20
 	MaxArenaBytes  = 64 << 30
 	MaxRounds      = 1000
+	MaxSamples     = 1_000_000
+	MaxDuration    = time.Hour
 )
+
+// LeastArena is how many bytes ArenaBytes has to be for the chunks.
+func (o Options) LeastArena() int64 {
+	return 2 * slices.Max(o.ChunkBytes) * int64(o.Concurrency)
+}
 
 func (o Options) withDefaults() (Options, error) {
 	if len(o.ChunkBytes) == 0 {
@@ -70,7 +77,7 @@ func (o Options) withDefaults() (Options, error) {
 	o.ArenaBytes = cmp.Or(o.ArenaBytes, 512<<20)
 	o.Duration = cmp.Or(o.Duration, time.Second)
 	o.Samples = cmp.Or(o.Samples, 400)
-	o.Warmup = cmp.Or(o.Warmup, 50)
+	o.Warmup = max(0, cmp.Or(o.Warmup, 50))
 	if o.Progress == nil {
 		o.Progress = io.Discard
 	}
@@ -86,15 +93,17 @@ func (o Options) withDefaults() (Options, error) {
 		return o, fmt.Errorf("concurrency %d is not in 1..%d", o.Concurrency, MaxConcurrency)
 	case o.Rounds < 1 || o.Rounds > MaxRounds:
 		return o, fmt.Errorf("%d rounds are not in 1..%d", o.Rounds, MaxRounds)
-	case o.Duration < 0 || o.Samples < 0 || o.Warmup < 0:
-		return o, fmt.Errorf("duration %v, %d samples or %d to warm up are negative", o.Duration, o.Samples, o.Warmup)
+	case o.Duration < 0 || o.Duration > MaxDuration:
+		return o, fmt.Errorf("duration %v is not in 0s..%v", o.Duration, MaxDuration)
+	case o.Samples < 0 || o.Samples > MaxSamples || o.Warmup > MaxSamples:
+		return o, fmt.Errorf("%d samples or %d to warm up are not in 0..%d", o.Samples, o.Warmup, MaxSamples)
 	}
 	for _, n := range o.ChunkBytes {
 		if n < MinChunkBytes || n > MaxChunkBytes || n%8 != 0 {
 			return o, fmt.Errorf("chunk of %d bytes is not in %d..%d or no multiple of 8", n, MinChunkBytes, MaxChunkBytes)
 		}
 	}
-	if least := 2 * slices.Max(o.ChunkBytes) * int64(o.Concurrency); o.ArenaBytes < least || o.ArenaBytes > MaxArenaBytes {
+	if least := o.LeastArena(); o.ArenaBytes < least || o.ArenaBytes > MaxArenaBytes {
 		return o, fmt.Errorf("arena of %d bytes is not in %d..%d", o.ArenaBytes, least, int64(MaxArenaBytes))
 	}
 	return o, nil

@@ -171,6 +171,8 @@ func TestOptions(t *testing.T) {
 		"many at once":    {Concurrency: MaxConcurrency + 1},
 		"negative rounds": {Rounds: -1},
 		"negative time":   {Duration: -1},
+		"endless time":    {Duration: MaxDuration + 1},
+		"many samples":    {Samples: MaxSamples + 1},
 	} {
 		if _, err := Run(t.Context(), o); err == nil {
 			t.Errorf("%s: measured", name)
@@ -206,5 +208,13 @@ func TestSpread(t *testing.T) {
 	}
 	if s := spreadOf([]float64{4, 1, 2, 3}); s != (spread{2.5, 1, 4}) {
 		t.Errorf("even: %+v", s)
+	}
+}
+
+func TestNoWarmup(t *testing.T) {
+	for given, want := range map[int]int{0: 50, -1: 0, 7: 7} {
+		if o, err := (Options{Warmup: given}).withDefaults(); err != nil || o.Warmup != want {
+			t.Errorf("warmup %d is %d, %v, want %d", given, o.Warmup, err, want)
+		}
 	}
 }

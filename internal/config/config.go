@@ -16,6 +16,7 @@
 package config
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -40,6 +41,7 @@ type Config struct {
 	Telemetry Telemetry `yaml:"telemetry"`
 
 	origins map[string]origin // by key, of what is not a default
+	broken  map[string]bool   // keys whose value could not be read, and was reported
 }
 
 // Node is who this node is, and where.
@@ -155,31 +157,31 @@ func Default() *Config {
 
 // Load returns a valid configuration: the defaults, the file at path ("" for
 // none), the environment of this process, and then sets, each "key=value". A
-// fault of content is one or more [*Error], joined.
+// fault of content is one or more [*Error], joined: all that is wrong in all
+// of them, unless the file is no YAML at all.
 func Load(path string, sets ...string) (*Config, error) {
 	c := Default()
+	var errs []error
 	if path != "" {
 		b, err := read(path)
 		if err != nil {
 			return nil, fmt.Errorf("read configuration: %w", err)
 		}
-		if c, err = Parse(path, b); err != nil {
+		if c, err = parse(path, b); c == nil {
 			return nil, err
 		}
+		errs = append(errs, err)
 	}
-	if err := c.SetEnviron(os.Environ()); err != nil {
-		return nil, err
-	}
+	errs = append(errs, c.SetEnviron(os.Environ()))
 	for _, s := range sets {
 		key, value, ok := strings.Cut(s, "=")
 		if !ok {
-			return nil, &Error{Where: "--set " + s, Problem: "want KEY=VALUE, such as arena.pages=1024"}
+			errs = append(errs, &Error{Where: "--set " + s, Problem: "want KEY=VALUE, such as arena.pages=1024"})
+			continue
 		}
-		if err := c.Set(key, value); err != nil {
-			return nil, err
-		}
+		errs = append(errs, c.Set(key, value))
 	}
-	if err := c.Validate(); err != nil {
+	if err := errors.Join(append(errs, c.Validate())...); err != nil {
 		return nil, err
 	}
 	return c, nil
@@ -220,7 +222,7 @@ type Error struct {
 
 func (e *Error) Error() string {
 	s := e.Problem
-	if e.Key != "" {
+	if e.Key != "" && !strings.HasSuffix(e.Where, " "+e.Key) {
 		s = e.Key + ": " + s
 	}
 	if e.Where != "" {
@@ -239,6 +241,39 @@ type origin struct{ where, excerpt string }
 func (c *Config) fault(key, format string, args ...any) *Error {
 	o := c.origins[key]
 	return &Error{Key: key, Where: o.where, Excerpt: o.excerpt, Problem: fmt.Sprintf(format, args...)}
+}
+
+// setBroken notes that a key's value was read, or was not; [Config.Validate]
+// says nothing more of one that was not.
+func (c *Config) setBroken(key string, broken bool) {
+	if broken && c.broken == nil {
+		c.broken = make(map[string]bool)
+	}
+	if broken {
+		c.broken[key] = true
+	} else {
+		delete(c.broken, key)
+	}
+}
+
+// isBroken tells of a key, and of one in a group that is broken as a whole.
+func (c *Config) isBroken(key string) bool {
+	for b := range c.broken {
+		if key == b || strings.HasPrefix(key, b+".") {
+			return true
+		}
+	}
+	return false
+}
+
+// anyBroken tells of the keys in a group.
+func (c *Config) anyBroken(group string) bool {
+	for b := range c.broken {
+		if b == group || strings.HasPrefix(b, group+".") {
+			return true
+		}
+	}
+	return false
 }
 
 func (c *Config) setOrigin(key string, o origin) {

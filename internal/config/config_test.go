@@ -76,6 +76,25 @@ func TestBadDocumentsSayWhereAndWhatInstead(t *testing.T) {
 	}
 }
 
+// Whatever layer it is in, every mistake is reported, and once.
+func TestLoadReportsAllLayers(t *testing.T) {
+	t.Setenv("KVFERRY_ARENA_HEADS", "many")
+	t.Setenv("KVFERRY_ARENA_NOSUCH", "1")
+	_, err := Load("testdata/bad/several.yaml", "arena.dtype=int4", "nosuch.key=1", "arena.layers")
+	for _, want := range []string{
+		"several.yaml:3:3: ", "several.yaml:6:10: arena.pages", "several.yaml:7:11: arena.layers", "several.yaml:10:3: ", "several.yaml:11:9: timers",
+		"several.yaml:12:15: ports.http", "several.yaml:12:30: ports.gossip", "KVFERRY_ARENA_HEADS: ", "KVFERRY_ARENA_NOSUCH: ",
+		"--set arena.dtype: ", "--set nosuch.key: ", "--set arena.layers: want KEY=VALUE", "arena.page_size: is missing",
+	} {
+		if strings.Count(fmt.Sprint(err), want) != 1 {
+			t.Errorf("error does not have %q once:\n%v", want, err)
+		}
+	}
+	if n := len(strings.Split(fmt.Sprint(err), "is missing")) - 1; n != 1 {
+		t.Errorf("%d keys are missing, want page_size alone:\n%v", n, err)
+	}
+}
+
 func TestGoodDocuments(t *testing.T) {
 	for name, tt := range map[string]struct {
 		document string
@@ -198,14 +217,14 @@ func TestBadOverridesNameTheirOrigin(t *testing.T) {
 		"variable with a bad value":     {env: "KVFERRY_TIMERS_HOLD=soon", want: `KVFERRY_TIMERS_HOLD: timers.hold: "soon" is not a duration; want a number and a unit, such as 30s, 500ms, or 5m`},
 		"variable out of range":         {env: "KVFERRY_ARENA_LAYERS=-1", want: `KVFERRY_ARENA_LAYERS: arena.layers: -1 is not in 1 to 1024`},
 		"variable that is no key":       {env: "KVFERRY_PORTS_GOSIP=1", want: `KVFERRY_PORTS_GOSIP: unknown variable; known are KVFERRY_PORTS_DATA, KVFERRY_PORTS_GOSSIP, KVFERRY_PORTS_HTTP, KVFERRY_PORTS_PEER`},
-		"flag with a bad value":         {sets: []string{"ports.http=http"}, want: `--set ports.http: ports.http: "http" is not a whole number`},
-		"flag out of range":             {sets: []string{"ports.http=70000"}, want: `--set ports.http: ports.http: 70000 is not a port; want 1 to 65535, or 0 for any free one`},
+		"flag with a bad value":         {sets: []string{"ports.http=http"}, want: `--set ports.http: "http" is not a whole number`},
+		"flag out of range":             {sets: []string{"ports.http=70000"}, want: `--set ports.http: 70000 is not a port; want 1 to 65535, or 0 for any free one`},
 		"flag that is no key":           {sets: []string{"ports.https=1"}, want: `--set ports.https: unknown key "https" in ports; known are gossip, peer, data, http`},
 		"flag that is a group":          {sets: []string{"ports=1"}, want: `--set ports: ports is a group; set one of its keys: gossip, peer, data, http`},
 		"flag below a key":              {sets: []string{"ports.http.x=1"}, want: `--set ports.http.x: ports.http has no keys below it`},
 		"flag without a value":          {sets: []string{"ports.http"}, want: `--set ports.http: want KEY=VALUE, such as arena.pages=1024`},
-		"flag with too many elements":   {sets: []string{"cluster.join=" + strings.Repeat("a:1,", 64) + "a:1"}, want: `--set cluster.join: cluster.join: has 65 elements, want at most 64`},
-		"secret in a flag is not shown": {sets: []string{"cluster.keyring=hunter2"}, want: `--set cluster.keyring: cluster.keyring: key is not base64; make one with: head -c 32 /dev/urandom | base64`},
+		"flag with too many elements":   {sets: []string{"cluster.join=" + strings.Repeat("a:1,", 64) + "a:1"}, want: `--set cluster.join: has 65 elements, want at most 64`},
+		"secret in a flag is not shown": {sets: []string{"cluster.keyring=hunter2"}, want: `--set cluster.keyring: key is not base64; make one with: head -c 32 /dev/urandom | base64`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "a.yaml")

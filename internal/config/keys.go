@@ -90,12 +90,19 @@ func (c *Config) set(key, value string, o origin) error {
 			return &Error{Where: o.where, Problem: fmt.Sprintf("%s has no keys below it", strings.Join(path[:i+1], "."))}
 		}
 		c.setOrigin(key, o)
-		if v.Kind() == reflect.Slice {
-			return c.setList(key, v, value)
-		}
-		if err := setText(v, value); err != nil {
-			return c.fault(key, "%s", problem(key, value, err))
-		}
+		err := c.setValue(key, v, value)
+		c.setBroken(key, err != nil)
+		return err
+	}
+	return nil
+}
+
+func (c *Config) setValue(key string, v reflect.Value, value string) error {
+	if v.Kind() == reflect.Slice {
+		return c.setList(key, v, value)
+	}
+	if err := setText(v, value); err != nil {
+		return c.fault(key, "%s", problem(key, value, err))
 	}
 	return nil
 }
@@ -121,8 +128,10 @@ func (c *Config) setList(key string, v reflect.Value, value string) error {
 
 // SetEnviron applies the variables KVFERRY_GROUP_KEY among environ, each
 // "name=value". One that starts like a key and is none is an error; others
-// that start with KVFERRY_ are not for this package.
+// that start with KVFERRY_ are not for this package. Every one that is wrong is
+// reported, and all others apply.
 func (c *Config) SetEnviron(environ []string) error {
+	var errs []error
 	keys := make(map[string]string)
 	for _, key := range Keys() {
 		keys[variable(key)] = key
@@ -130,9 +139,7 @@ func (c *Config) SetEnviron(environ []string) error {
 	for _, entry := range environ {
 		name, value, _ := strings.Cut(entry, "=")
 		if key, ok := keys[name]; ok {
-			if err := c.set(key, value, origin{where: name}); err != nil {
-				return err
-			}
+			errs = append(errs, c.set(key, value, origin{where: name}))
 			continue
 		}
 		for f := range reflect.TypeFor[Config]().Fields() {
@@ -141,10 +148,11 @@ func (c *Config) SetEnviron(environ []string) error {
 				continue
 			}
 			known := slices.DeleteFunc(slices.Sorted(maps.Keys(keys)), func(k string) bool { return !strings.HasPrefix(k, variable(group)+"_") })
-			return &Error{Where: name, Problem: "unknown variable; known are " + strings.Join(known, ", ")}
+			errs = append(errs, &Error{Where: name, Problem: "unknown variable; known are " + strings.Join(known, ", ")})
+			break
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // variable is the environment's name of a key.

@@ -17,15 +17,27 @@ import (
 )
 
 // maxDocument bounds a document, in bytes, and maxNesting its levels: the parser
-// recurses once a level, and takes more than linear time.
+// recurses once a level, and takes more than linear time. maxFaults bounds what
+// is said about one.
 const (
 	maxDocument = 64 << 10
 	maxNesting  = 16
+	maxFaults   = 100 // that are reported: more make nobody wiser
 )
 
-// Parse reads a document over the defaults. name is its file name, for errors.
-// The result is not validated.
+// Parse reads a document over the defaults. name is its file name, for errors:
+// one [*Error] for each key that is wrong, joined. The result is not validated.
 func Parse(name string, b []byte) (*Config, error) {
+	c, err := parse(name, b)
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// parse is Parse that also returns what it could read of a document some keys
+// of which are wrong; nil of one that is none.
+func parse(name string, b []byte) (*Config, error) {
 	d := document{name: name, config: Default()}
 	if len(b) > maxDocument {
 		return nil, &Error{Where: name, Problem: fmt.Sprintf("is longer than %d bytes; that is no configuration", maxDocument)}
@@ -52,11 +64,11 @@ func Parse(name string, b []byte) (*Config, error) {
 			return nil, d.fault("", doc.Body, "a second document; a file holds one configuration")
 		}
 		seen = true
-		if err := d.group(reflect.ValueOf(d.config).Elem(), "", doc.Body); err != nil {
-			return nil, err
+		if !d.group(reflect.ValueOf(d.config).Elem(), "", doc.Body) {
+			return nil, errors.Join(d.errs...)
 		}
 	}
-	return d.config, nil
+	return d.config, errors.Join(d.errs...)
 }
 
 // keyLike matches the base64 of a [Key].
@@ -92,48 +104,60 @@ type document struct {
 	name   string
 	lines  []string
 	config *Config
+	errs   []error // of keys
 }
 
-// group stores the keys of a mapping in a struct.
-func (d *document) group(group reflect.Value, path string, n ast.Node) error {
+// wrong notes an error; the other keys are read all the same.
+func (d *document) wrong(key string, err error) {
+	if len(d.errs) < maxFaults {
+		d.errs = append(d.errs, err)
+	}
+	if key != "" {
+		d.config.setBroken(key, true)
+	}
+}
+
+// group stores the keys of a mapping in a struct, and reports whether it is one.
+func (d *document) group(group reflect.Value, path string, n ast.Node) bool {
 	if n.Type() == ast.NullType {
-		return nil // all of its keys are commented out
+		return true // all of its keys are commented out
 	}
 	m, ok := n.(ast.MapNode)
 	if !ok {
-		return d.fault(path, n, "is %s, want keys: %s", kind(n), members(group.Type()))
+		d.wrong(path, d.fault(path, n, "is %s, want keys: %s", kind(n), members(group.Type())))
+		return false
 	}
 	for it := m.MapRange(); it.Next(); {
 		// The parser refuses a key that stands twice.
 		key, ok := it.Key().(*ast.StringNode)
 		if !ok {
-			return d.fault(path, it.Key(), "has a key that is %s, want a name", kind(it.Key()))
+			d.wrong("", d.fault(path, it.Key(), "has a key that is %s, want a name", kind(it.Key())))
+			continue
 		}
 		v, ok := field(group, key.Value)
 		if !ok {
-			return d.fault("", key, "%s", unknown(path, key.Value, group.Type()))
+			d.wrong("", d.fault("", key, "%s", unknown(path, key.Value, group.Type())))
+			continue
 		}
 		full := key.Value
 		if path != "" {
 			full = path + "." + key.Value
 		}
-		var err error
-		switch {
-		case isGroup(v.Type()):
-			err = d.group(v, full, it.Value())
-		case v.Kind() == reflect.Slice:
-			err = d.list(v, full, it.Value())
-		default:
-			err = d.scalar(v, full, it.Value())
+		if isGroup(v.Type()) {
+			d.group(v, full, it.Value())
+			continue
 		}
-		if err != nil {
-			return err
+		read := d.scalar
+		if v.Kind() == reflect.Slice {
+			read = d.list
 		}
-		if !isGroup(v.Type()) {
-			d.config.setOrigin(full, d.origin(full, it.Value().GetToken()))
+		if err := read(v, full, it.Value()); err != nil {
+			d.wrong(full, err)
+			continue
 		}
+		d.config.setOrigin(full, d.origin(full, it.Value().GetToken()))
 	}
-	return nil
+	return true
 }
 
 func (d *document) list(v reflect.Value, key string, n ast.Node) error {

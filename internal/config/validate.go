@@ -38,7 +38,11 @@ func (c *Config) Validate() error {
 	if !c.Telemetry.Bind.IsValid() {
 		c.Telemetry.Bind = c.Node.Bind
 	}
-	return errors.Join(v.errs...)
+	// What has been reported as unreadable is neither missing nor out of bounds.
+	return errors.Join(slices.DeleteFunc(v.errs, func(err error) bool {
+		e, ok := errors.AsType[*Error](err)
+		return ok && e.Key != "" && c.isBroken(e.Key)
+	})...)
 }
 
 // validation gathers what is wrong.
@@ -184,8 +188,11 @@ func (v *validation) arena() {
 	if _, err := page.ParseOrder(a.Layout); err != nil {
 		v.oneOf("arena.layout", a.Layout, page.NHD.String(), page.HND.String())
 	}
-	if len(v.errs) > before {
-		return // what a page holds is not known
+	if len(v.errs) > before || v.config.anyBroken("arena") { // what a page holds is not known
+		if a.Pages == (Pages{}) {
+			v.wrong("arena.pages", "is missing; want a number of pages, such as 1024, or a size, such as 2GiB")
+		}
+		return
 	}
 
 	l := a.pageLayout()
@@ -300,7 +307,7 @@ func (v *validation) timers() {
 		v.timer(timer.key, timer.d)
 	}
 	v.upTo("timers.attempts", t.Attempts, 100)
-	if len(v.errs) > before {
+	if len(v.errs) > before || v.config.anyBroken("timers") {
 		return
 	}
 	if t.LeaseRenew > t.Lease/2 {

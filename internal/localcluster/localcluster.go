@@ -39,6 +39,8 @@ var (
 	ErrNotUp = errors.New("local cluster is not up")
 	// ErrUp: there is one already, and at least one of its processes runs.
 	ErrUp = errors.New("local cluster is up already")
+	// ErrOptions: what was asked of Up cannot be, whatever the machine.
+	ErrOptions = errors.New("wrong options")
 	// ErrUnknownNode: the cluster has no node of that name.
 	ErrUnknownNode = errors.New("unknown node")
 )
@@ -79,7 +81,12 @@ func (n Node) Config() string { return filepath.Join(n.Dir, configFile) }
 func (n Node) Log() string { return filepath.Join(n.Dir, logFile) }
 
 // Dial connects to the node; the caller closes the client.
-func (n Node) Dial() (*client.Client, error) { return client.Dial(n.Engine) }
+func (n Node) Dial() (*client.Client, error) {
+	if n.Engine == "" {
+		return nil, fmt.Errorf("%w: it has not been ready yet", client.ErrUnreachable)
+	}
+	return client.Dial(n.Engine)
+}
 
 // Cluster is a local cluster that is or was up. It is safe for concurrent use.
 type Cluster struct {
@@ -172,8 +179,8 @@ func (c *Cluster) Kill(name string, sig syscall.Signal) error {
 	return nil
 }
 
-// Down stops every node, by SIGTERM and after 15 s by SIGKILL, and removes the
-// cluster's directory. The error says which nodes had to be killed.
+// Down stops every node, one that SIGSTOP has stopped included, by SIGTERM and
+// after 15 s by SIGKILL, and removes the cluster's directory. The error says which nodes had to be killed.
 func (c *Cluster) Down(ctx context.Context) error {
 	lockCtx, cancel := context.WithTimeout(ctx, lockTimeout)
 	defer cancel()
@@ -199,6 +206,7 @@ func (c *Cluster) tearDown(ctx context.Context) error {
 	for _, n := range nodes {
 		// One that has ended is what is wanted; others show below.
 		_ = n.Signal(syscall.SIGTERM)
+		_ = n.Signal(syscall.SIGCONT) // one that is stopped would not know
 	}
 	gentle, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()

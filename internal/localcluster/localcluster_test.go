@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -241,6 +242,42 @@ func TestDownKillsTheStubborn(t *testing.T) {
 	nothingLeft(t, dir, nodes)
 }
 
+func TestDownWakesTheStopped(t *testing.T) {
+	dir := root(t)
+	c, err := Up(deadline(t, 30*time.Second), options())
+	if err != nil {
+		t.Fatal(err)
+	}
+	nodes := c.Nodes()
+	for _, n := range nodes {
+		if err := c.Kill(n.Node, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.Down(deadline(t, 10*time.Second)); err != nil {
+		t.Errorf("down: %v", err)
+	}
+	nothingLeft(t, dir, nodes)
+}
+
+// A node that was not ready yet has no socket to ask.
+func TestStatusBeforeReady(t *testing.T) {
+	c := &Cluster{record: record{Nodes: []Node{{Ready: Ready{Node: "a"}, Process: self(t)}}}}
+	s := c.Status(t.Context())[0]
+	if s.State() != StateSilent || s.Err == nil || !strings.Contains(s.Err.Error(), "not been ready yet") {
+		t.Errorf("status %s: %v", s.State(), s.Err)
+	}
+}
+
+func self(t *testing.T) Process {
+	t.Helper()
+	p, err := processOf(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
 func TestDownSignalsOnlyItsOwnProcesses(t *testing.T) {
 	root(t)
 	c := up(t, options())
@@ -362,12 +399,15 @@ func TestUpRefuses(t *testing.T) {
 		want string
 	}{
 		"more than the memory": {Options{Prefill: 1, Decode: 1, Set: []string{"arena.pages=32TiB", "arena.page_size=4096"}}, "memory for 2 nodes"},
-		"too many nodes":       {Options{Prefill: maxNodes, Decode: 1}, "at most 64"},
+		"too many nodes":       {Options{Prefill: MaxNodes, Decode: 1}, "at most 64"},
 		"fewer than none":      {Options{Prefill: -1, Decode: 2}, "-1 prefill"},
 		"a name that climbs":   {Options{Name: ".."}, "local cluster's name"},
 		"a name with a slash":  {Options{Name: "a/b"}, "local cluster's name"},
 		"no configuration":     {Options{Config: "/nosuch/file.yaml"}, "/nosuch/file.yaml"},
 		"a set without value":  {Options{Set: []string{"arena.pages"}}, "KEY=VALUE"},
+		"a key of each node":   {Options{Set: []string{"node.name=x"}}, "--set node.name=x"},
+		"a port":               {Options{Set: []string{"ports.http=80"}}, "of its own"},
+		"not loopback":         {Options{Set: []string{"node.bind=0.0.0.0"}}, "loopback"},
 		"an unknown key":       {Options{Set: []string{"arena.nosuch=1"}}, "nosuch"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -378,6 +418,14 @@ func TestUpRefuses(t *testing.T) {
 			}
 			nothingLeft(t, dir, nil)
 		})
+	}
+}
+
+func TestOwnKeysAreKeys(t *testing.T) {
+	for _, own := range OwnKeys() {
+		if !slices.ContainsFunc(config.Keys(), func(k string) bool { return k == own || strings.HasSuffix(own, ".") && strings.HasPrefix(k, own) }) {
+			t.Errorf("no key is %s", own)
+		}
 	}
 }
 
@@ -448,7 +496,7 @@ func TestProcessLivesAsLongAsItsLastThread(t *testing.T) {
 	}
 	if err := WaitFor(deadline(t, 10*time.Second), time.Millisecond, func() error {
 		if state, _, err := status(p.PID); state != 'Z' {
-			return fmt.Errorf("state %c: %v", state, err)
+			return errors.Join(fmt.Errorf("state %c", state), err)
 		}
 		return nil
 	}); err != nil {

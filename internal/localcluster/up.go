@@ -34,7 +34,7 @@ type Options struct {
 	// Config is the path of the configuration that all nodes share but for
 	// name, role, addresses, and paths; default configs/local.yaml, built in.
 	Config string
-	// Set are keys over that, each "arena.pages=1024".
+	// Set are keys over that, each "arena.pages=1024"; none of [OwnKeys].
 	Set []string
 	// Binary is the program to run as `BINARY agent -c FILE`; default this one.
 	Binary string
@@ -44,8 +44,34 @@ type Options struct {
 	Timeout time.Duration
 }
 
-// maxNodes bounds a cluster on one machine.
-const maxNodes = 64
+// MaxNodes bounds a cluster on one machine.
+const MaxNodes = 64
+
+// OwnKeys are the keys that are each node's own, so that Options.Set cannot
+// set them; one that ends with a dot is all keys below it. What the shared
+// configuration and the environment say of them does not count.
+func OwnKeys() []string {
+	return []string{
+		"node.name", "node.group", "node.role", "node.advertise", "node.state_dir", "node.socket",
+		"ports.", "cluster.join", "telemetry.bind",
+	}
+}
+
+// checkSet refuses what would be ignored.
+func checkSet(set []string) error {
+	for _, s := range set {
+		key, value, _ := strings.Cut(s, "=")
+		for _, own := range OwnKeys() {
+			if key == own || strings.HasSuffix(own, ".") && strings.HasPrefix(key, own) {
+				return fmt.Errorf("%w: --set %s: every node of a local cluster gets a %s of its own", ErrOptions, s, key)
+			}
+		}
+		if at, err := netip.ParseAddr(value); key == "node.bind" && err == nil && !at.IsLoopback() {
+			return fmt.Errorf("%w: --set %s: a local cluster is on loopback, such as 127.0.0.1 or ::1", ErrOptions, s)
+		}
+	}
+	return nil
+}
 
 // Up starts a cluster and returns when every node is ready and sees all others
 // as members. On any failure, the end of ctx included, everything that was started
@@ -60,8 +86,11 @@ func Up(ctx context.Context, o Options) (*Cluster, error) {
 	if o.Timeout <= 0 {
 		o.Timeout = startTimeout
 	}
-	if n := o.Prefill + o.Decode; o.Prefill < 0 || o.Decode < 0 || n > maxNodes {
-		return nil, fmt.Errorf("start local cluster %q: %d prefill and %d decode nodes: want at most %d in all", o.Name, o.Prefill, o.Decode, maxNodes)
+	if n := o.Prefill + o.Decode; o.Prefill < 0 || o.Decode < 0 || n > MaxNodes {
+		return nil, fmt.Errorf("start local cluster %q: %w: %d prefill and %d decode nodes: want at most %d in all", o.Name, ErrOptions, o.Prefill, o.Decode, MaxNodes)
+	}
+	if err := checkSet(o.Set); err != nil {
+		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
 	}
 	c, err := prepare(&o)
 	if err != nil {

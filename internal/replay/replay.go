@@ -52,7 +52,7 @@ type Options struct {
 	Prefill, Decode []string
 	// TimeScale stretches the timestamps of the trace: a request starts no
 	// earlier than TimeScale times its timestamp. 1 is real time, 0, the
-	// default, as fast as the nodes take them.
+	// default, as fast as the nodes take them; at most [MaxTimeScale].
 	TimeScale float64
 	// Concurrency bounds the started requests; default 4 for every node of the
 	// side that has more. What fits in the arenas is the other bound, always.
@@ -78,8 +78,11 @@ type Options struct {
 	Logger *slog.Logger
 }
 
-// MaxReplayLabels bounds Options.Labels.
-const MaxReplayLabels = 8
+// Bounds of Options. A stretched [MaxTimestamp] is still a time.
+const (
+	MaxReplayLabels = 8
+	MaxTimeScale    = 100
+)
 
 // Run replays the requests and waits for all of them. Failures of requests are
 // in the report, see [Report.OK]; the error says why the run as a whole could
@@ -117,8 +120,8 @@ func (o Options) withDefaults() (Options, error) {
 		return o, fmt.Errorf("%d prefill and %d decode nodes, want at least one each", len(o.Prefill), len(o.Decode))
 	case o.Labels < 0 || o.Labels > MaxReplayLabels:
 		return o, fmt.Errorf("%d labels are not in 1..%d", o.Labels, MaxReplayLabels)
-	case o.TimeScale < 0 || math.IsNaN(o.TimeScale) || math.IsInf(o.TimeScale, 0):
-		return o, fmt.Errorf("time scale %v is not a number from 0 on", o.TimeScale)
+	case o.TimeScale < 0 || o.TimeScale > MaxTimeScale || math.IsNaN(o.TimeScale):
+		return o, fmt.Errorf("time scale %v is not in 0..%d", o.TimeScale, MaxTimeScale)
 	case o.Concurrency < 0 || o.ChunkTokens < 0 || o.Timeout < 0:
 		return o, fmt.Errorf("concurrency %d, chunk %d or timeout %v is negative", o.Concurrency, o.ChunkTokens, o.Timeout)
 	}

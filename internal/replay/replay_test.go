@@ -214,6 +214,7 @@ func TestReplayRefuses(t *testing.T) {
 		"a node twice":     {func(o *Options) { o.Decode = o.Prefill }, "named twice"},
 		"too many labels":  {func(o *Options) { o.Labels = MaxReplayLabels + 1 }, "labels"},
 		"time that runs":   {func(o *Options) { o.TimeScale = -1 }, "time scale"},
+		"time too long":    {func(o *Options) { o.TimeScale = 1e300 }, "time scale"},
 		"no socket":        {func(o *Options) { o.Decode = []string{"/nonexistent"} }, "/nonexistent"},
 		"another geometry": {func(o *Options) { o.Decode = []string{strange} }, "heads"},
 		"other ranks":      {func(o *Options) { o.Decode = []string{twoRanks} }, "local ranks"},
