@@ -34,11 +34,15 @@ func TestVisible(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	owner := dial(t, c.Nodes()[0].Engine)
 	rnd := rand.New(rand.NewPCG(1, 2))
 	measure := func(name string, samples, tokens int, targeted bool, bound time.Duration) {
 		t.Run(name, func(t *testing.T) {
 			var took []time.Duration
 			for i := range samples {
+				// The acknowledgement of the one before is on its way, and there
+				// may be no room for two.
+				awaitFree(t, from.node(), owner, patience)
 				to := readers[rnd.IntN(len(readers))]
 				r := newRequest(fmt.Sprintf("%s %d", name, i), tokens)
 				r.pause = 2 * time.Millisecond
