@@ -7,12 +7,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/replay"
 )
-
-// maxReaders is what a node accepts.
-const maxReaders = 256
 
 func newPublish(t *target) *cobra.Command {
 	o := replay.PublishOptions{}
@@ -42,8 +40,8 @@ gossip in any case: a --target that is not a member learns of it by that alone.`
 				return usage(cmd, "--tokens=%d --chunks=%d: want 1 to %d tokens, and a token in each chunk", o.Tokens, o.Chunks, replay.MaxTokens)
 			}
 			switch {
-			case o.Readers < 1 || o.Readers > maxReaders:
-				return usage(cmd, "--readers=%d: want 1 to %d", o.Readers, maxReaders)
+			case o.Readers < 1 || o.Readers > kvferrypb.MaxReaders:
+				return usage(cmd, "--readers=%d: want 1 to %d", o.Readers, kvferrypb.MaxReaders)
 			case o.Hold < 0:
 				return usage(cmd, "--hold=%v is negative", o.Hold)
 			case timeout <= 0:

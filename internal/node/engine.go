@@ -328,8 +328,8 @@ func (e engineService) Publish(ctx context.Context, req *kvferrypb.PublishReques
 		return nil, err
 	}
 	defer leave()
-	if req.GetReaders() > maxReaders {
-		return nil, fmt.Errorf("publish %q: %d readers, at most %d: %w", r, req.GetReaders(), maxReaders, manager.ErrInvalid)
+	if req.GetReaders() > kvferrypb.MaxReaders {
+		return nil, fmt.Errorf("publish %q: %d readers, at most %d: %w", r, req.GetReaders(), kvferrypb.MaxReaders, manager.ErrInvalid)
 	}
 	if d := req.GetHold(); d != nil && (d.CheckValid() != nil || d.AsDuration() < 0) {
 		return nil, fmt.Errorf("publish %q: hold %v: %w", r, d, manager.ErrInvalid)

@@ -291,7 +291,7 @@ func (n *Node) openManager(context.Context) error {
 	n.plog = publish.NewLog(publish.LogOptions{Life: n.life, Live: maxPublications, Fast: n.fast()})
 	n.board = publish.NewBoard(publish.BoardOptions{Life: n.life, Grace: t.Grace, Fast: n.fast()})
 	n.owner = newOwner(m, n.plog, n.seals, newHolds(holdTimers{
-		hold: t.Hold, lease: t.Lease, maxHold: t.MaxHold, tombstone: t.Tombstone, live: maxPublications, readers: maxReaders,
+		hold: t.Hold, lease: t.Lease, maxHold: t.MaxHold, tombstone: t.Tombstone, live: maxPublications, readers: kvferrypb.MaxReaders,
 	}), maxPublications)
 	return nil
 }

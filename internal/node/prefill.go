@@ -338,9 +338,6 @@ func merge(a, b publish.Output) publish.Output {
 	}
 }
 
-// maxReaders bounds the nodes that one publication waits for.
-const maxReaders = 256
-
 // publish is one publish of an engine: held, sealed, announced, and pushed to
 // the node that is to read it.
 func (n *Node) publish(s *session, r id.Request, po publishOptions) (published, error) {
