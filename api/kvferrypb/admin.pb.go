@@ -22,6 +22,58 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type KeyringRequest_Operation int32
+
+const (
+	KeyringRequest_SHOW   KeyringRequest_Operation = 0
+	KeyringRequest_ADD    KeyringRequest_Operation = 1 // key: 32 bytes; every member can read it from then on
+	KeyringRequest_USE    KeyringRequest_Operation = 2 // id: every member encrypts with it from then on
+	KeyringRequest_REMOVE KeyringRequest_Operation = 3 // id: nobody can read it any more
+)
+
+// Enum value maps for KeyringRequest_Operation.
+var (
+	KeyringRequest_Operation_name = map[int32]string{
+		0: "SHOW",
+		1: "ADD",
+		2: "USE",
+		3: "REMOVE",
+	}
+	KeyringRequest_Operation_value = map[string]int32{
+		"SHOW":   0,
+		"ADD":    1,
+		"USE":    2,
+		"REMOVE": 3,
+	}
+)
+
+func (x KeyringRequest_Operation) Enum() *KeyringRequest_Operation {
+	p := new(KeyringRequest_Operation)
+	*p = x
+	return p
+}
+
+func (x KeyringRequest_Operation) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (KeyringRequest_Operation) Descriptor() protoreflect.EnumDescriptor {
+	return file_admin_proto_enumTypes[0].Descriptor()
+}
+
+func (KeyringRequest_Operation) Type() protoreflect.EnumType {
+	return &file_admin_proto_enumTypes[0]
+}
+
+func (x KeyringRequest_Operation) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use KeyringRequest_Operation.Descriptor instead.
+func (KeyringRequest_Operation) EnumDescriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{26, 0}
+}
+
 type StatusRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -78,6 +130,8 @@ type StatusResponse struct {
 	Retrievals    uint32                    `protobuf:"varint,16,opt,name=retrievals,proto3" json:"retrievals,omitempty"`
 	Members       uint32                    `protobuf:"varint,17,opt,name=members,proto3" json:"members,omitempty"`
 	Transports    []*TransportStatus        `protobuf:"bytes,18,rep,name=transports,proto3" json:"transports,omitempty"`
+	Draining      bool                      `protobuf:"varint,19,opt,name=draining,proto3" json:"draining,omitempty"`
+	Security      string                    `protobuf:"bytes,20,opt,name=security,proto3" json:"security,omitempty"` // "" without certificates, else who this node is and until when
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -236,6 +290,20 @@ func (x *StatusResponse) GetTransports() []*TransportStatus {
 		return x.Transports
 	}
 	return nil
+}
+
+func (x *StatusResponse) GetDraining() bool {
+	if x != nil {
+		return x.Draining
+	}
+	return false
+}
+
+func (x *StatusResponse) GetSecurity() string {
+	if x != nil {
+		return x.Security
+	}
+	return ""
 }
 
 type PageCounts struct {
@@ -476,6 +544,7 @@ type Member struct {
 	Peer          string                 `protobuf:"bytes,6,opt,name=peer,proto3" json:"peer,omitempty"`
 	Self          bool                   `protobuf:"varint,7,opt,name=self,proto3" json:"self,omitempty"`
 	Compatible    bool                   `protobuf:"varint,8,opt,name=compatible,proto3" json:"compatible,omitempty"`
+	Draining      bool                   `protobuf:"varint,9,opt,name=draining,proto3" json:"draining,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -562,6 +631,13 @@ func (x *Member) GetSelf() bool {
 func (x *Member) GetCompatible() bool {
 	if x != nil {
 		return x.Compatible
+	}
+	return false
+}
+
+func (x *Member) GetDraining() bool {
+	if x != nil {
+		return x.Draining
 	}
 	return false
 }
@@ -1239,6 +1315,7 @@ type PeerItem struct {
 	Transport     string                 `protobuf:"bytes,5,opt,name=transport,proto3" json:"transport,omitempty"`
 	Refused       []*PeerItem_Refusal    `protobuf:"bytes,6,rep,name=refused,proto3" json:"refused,omitempty"`
 	LastError     string                 `protobuf:"bytes,7,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
+	Geometry      *Geometry              `protobuf:"bytes,8,opt,name=geometry,proto3" json:"geometry,omitempty"` // as it said; absent until then
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1320,6 +1397,13 @@ func (x *PeerItem) GetLastError() string {
 		return x.LastError
 	}
 	return ""
+}
+
+func (x *PeerItem) GetGeometry() *Geometry {
+	if x != nil {
+		return x.Geometry
+	}
+	return nil
 }
 
 type PeersResponse struct {
@@ -1446,6 +1530,496 @@ func (*RevokeResponse) Descriptor() ([]byte, []int) {
 	return file_admin_proto_rawDescGZIP(), []int{19}
 }
 
+type DrainRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Timeout       *durationpb.Duration   `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"` // 0: timers.drain
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainRequest) Reset() {
+	*x = DrainRequest{}
+	mi := &file_admin_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainRequest) ProtoMessage() {}
+
+func (x *DrainRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
+func (*DrainRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *DrainRequest) GetTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.Timeout
+	}
+	return nil
+}
+
+type DrainResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Left          bool                   `protobuf:"varint,1,opt,name=left,proto3" json:"left,omitempty"`
+	Publications  uint32                 `protobuf:"varint,2,opt,name=publications,proto3" json:"publications,omitempty"` // of ours that readers may still want
+	Leases        uint32                 `protobuf:"varint,3,opt,name=leases,proto3" json:"leases,omitempty"`
+	Retrievals    uint32                 `protobuf:"varint,4,opt,name=retrievals,proto3" json:"retrievals,omitempty"` // that run here
+	Remaining     *durationpb.Duration   `protobuf:"bytes,5,opt,name=remaining,proto3" json:"remaining,omitempty"`    // of the bound
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainResponse) Reset() {
+	*x = DrainResponse{}
+	mi := &file_admin_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainResponse) ProtoMessage() {}
+
+func (x *DrainResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
+func (*DrainResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *DrainResponse) GetLeft() bool {
+	if x != nil {
+		return x.Left
+	}
+	return false
+}
+
+func (x *DrainResponse) GetPublications() uint32 {
+	if x != nil {
+		return x.Publications
+	}
+	return 0
+}
+
+func (x *DrainResponse) GetLeases() uint32 {
+	if x != nil {
+		return x.Leases
+	}
+	return 0
+}
+
+func (x *DrainResponse) GetRetrievals() uint32 {
+	if x != nil {
+		return x.Retrievals
+	}
+	return 0
+}
+
+func (x *DrainResponse) GetRemaining() *durationpb.Duration {
+	if x != nil {
+		return x.Remaining
+	}
+	return nil
+}
+
+type LeaveRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeaveRequest) Reset() {
+	*x = LeaveRequest{}
+	mi := &file_admin_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeaveRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeaveRequest) ProtoMessage() {}
+
+func (x *LeaveRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeaveRequest.ProtoReflect.Descriptor instead.
+func (*LeaveRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{22}
+}
+
+type LeaveResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeaveResponse) Reset() {
+	*x = LeaveResponse{}
+	mi := &file_admin_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeaveResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeaveResponse) ProtoMessage() {}
+
+func (x *LeaveResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeaveResponse.ProtoReflect.Descriptor instead.
+func (*LeaveResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{23}
+}
+
+type JoinRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Seeds         []string               `protobuf:"bytes,1,rep,name=seeds,proto3" json:"seeds,omitempty"` // host:port of gossip
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JoinRequest) Reset() {
+	*x = JoinRequest{}
+	mi := &file_admin_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JoinRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JoinRequest) ProtoMessage() {}
+
+func (x *JoinRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
+func (*JoinRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *JoinRequest) GetSeeds() []string {
+	if x != nil {
+		return x.Seeds
+	}
+	return nil
+}
+
+type JoinResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Members       uint32                 `protobuf:"varint,1,opt,name=members,proto3" json:"members,omitempty"` // that are known now, this node included
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JoinResponse) Reset() {
+	*x = JoinResponse{}
+	mi := &file_admin_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JoinResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JoinResponse) ProtoMessage() {}
+
+func (x *JoinResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
+func (*JoinResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *JoinResponse) GetMembers() uint32 {
+	if x != nil {
+		return x.Members
+	}
+	return 0
+}
+
+type KeyringRequest struct {
+	state     protoimpl.MessageState   `protogen:"open.v1"`
+	Operation KeyringRequest_Operation `protobuf:"varint,1,opt,name=operation,proto3,enum=kvferry.v1.KeyringRequest_Operation" json:"operation,omitempty"`
+	Key       []byte                   `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
+	Id        string                   `protobuf:"bytes,3,opt,name=id,proto3" json:"id,omitempty"`
+	// Also if members that were lost, not left, do not have the change: they
+	// cannot come back until somebody gives them the keys.
+	Force         bool `protobuf:"varint,4,opt,name=force,proto3" json:"force,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeyringRequest) Reset() {
+	*x = KeyringRequest{}
+	mi := &file_admin_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeyringRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeyringRequest) ProtoMessage() {}
+
+func (x *KeyringRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeyringRequest.ProtoReflect.Descriptor instead.
+func (*KeyringRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *KeyringRequest) GetOperation() KeyringRequest_Operation {
+	if x != nil {
+		return x.Operation
+	}
+	return KeyringRequest_SHOW
+}
+
+func (x *KeyringRequest) GetKey() []byte {
+	if x != nil {
+		return x.Key
+	}
+	return nil
+}
+
+func (x *KeyringRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *KeyringRequest) GetForce() bool {
+	if x != nil {
+		return x.Force
+	}
+	return false
+}
+
+type KeyringResponse struct {
+	state         protoimpl.MessageState    `protogen:"open.v1"`
+	Keys          []*KeyringResponse_Key    `protobuf:"bytes,1,rep,name=keys,proto3" json:"keys,omitempty"`              // of this node, in order; the first one encrypts
+	Generation    uint64                    `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"` // grows with every change
+	Members       []*KeyringResponse_Member `protobuf:"bytes,3,rep,name=members,proto3" json:"members,omitempty"`        // the others
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeyringResponse) Reset() {
+	*x = KeyringResponse{}
+	mi := &file_admin_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeyringResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeyringResponse) ProtoMessage() {}
+
+func (x *KeyringResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeyringResponse.ProtoReflect.Descriptor instead.
+func (*KeyringResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *KeyringResponse) GetKeys() []*KeyringResponse_Key {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *KeyringResponse) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *KeyringResponse) GetMembers() []*KeyringResponse_Member {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+type ConfigurationRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfigurationRequest) Reset() {
+	*x = ConfigurationRequest{}
+	mi := &file_admin_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfigurationRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfigurationRequest) ProtoMessage() {}
+
+func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfigurationRequest.ProtoReflect.Descriptor instead.
+func (*ConfigurationRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{28}
+}
+
+type ConfigurationResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Yaml          string                 `protobuf:"bytes,1,opt,name=yaml,proto3" json:"yaml,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfigurationResponse) Reset() {
+	*x = ConfigurationResponse{}
+	mi := &file_admin_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfigurationResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfigurationResponse) ProtoMessage() {}
+
+func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfigurationResponse.ProtoReflect.Descriptor instead.
+func (*ConfigurationResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *ConfigurationResponse) GetYaml() string {
+	if x != nil {
+		return x.Yaml
+	}
+	return ""
+}
+
 type StatusResponse_Address struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // gossip peer data http engine
@@ -1456,7 +2030,7 @@ type StatusResponse_Address struct {
 
 func (x *StatusResponse_Address) Reset() {
 	*x = StatusResponse_Address{}
-	mi := &file_admin_proto_msgTypes[20]
+	mi := &file_admin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1468,7 +2042,7 @@ func (x *StatusResponse_Address) String() string {
 func (*StatusResponse_Address) ProtoMessage() {}
 
 func (x *StatusResponse_Address) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[20]
+	mi := &file_admin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1511,7 +2085,7 @@ type ArenaResponse_Stream struct {
 
 func (x *ArenaResponse_Stream) Reset() {
 	*x = ArenaResponse_Stream{}
-	mi := &file_admin_proto_msgTypes[21]
+	mi := &file_admin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1523,7 +2097,7 @@ func (x *ArenaResponse_Stream) String() string {
 func (*ArenaResponse_Stream) ProtoMessage() {}
 
 func (x *ArenaResponse_Stream) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[21]
+	mi := &file_admin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1584,7 +2158,7 @@ type PeerItem_Refusal struct {
 
 func (x *PeerItem_Refusal) Reset() {
 	*x = PeerItem_Refusal{}
-	mi := &file_admin_proto_msgTypes[22]
+	mi := &file_admin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1596,7 +2170,7 @@ func (x *PeerItem_Refusal) String() string {
 func (*PeerItem_Refusal) ProtoMessage() {}
 
 func (x *PeerItem_Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[22]
+	mi := &file_admin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1626,13 +2200,133 @@ func (x *PeerItem_Refusal) GetReason() string {
 	return ""
 }
 
+type KeyringResponse_Key struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`            // names the key without giving it away
+	Primary       bool                   `protobuf:"varint,2,opt,name=primary,proto3" json:"primary,omitempty"` // encrypts
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeyringResponse_Key) Reset() {
+	*x = KeyringResponse_Key{}
+	mi := &file_admin_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeyringResponse_Key) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeyringResponse_Key) ProtoMessage() {}
+
+func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeyringResponse_Key.ProtoReflect.Descriptor instead.
+func (*KeyringResponse_Key) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{27, 0}
+}
+
+func (x *KeyringResponse_Key) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *KeyringResponse_Key) GetPrimary() bool {
+	if x != nil {
+		return x.Primary
+	}
+	return false
+}
+
+type KeyringResponse_Member struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	Generation    uint64                 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	Same          bool                   `protobuf:"varint,3,opt,name=same,proto3" json:"same,omitempty"`  // as this node's ring
+	Error         string                 `protobuf:"bytes,4,opt,name=error,proto3" json:"error,omitempty"` // it did not answer
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeyringResponse_Member) Reset() {
+	*x = KeyringResponse_Member{}
+	mi := &file_admin_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeyringResponse_Member) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeyringResponse_Member) ProtoMessage() {}
+
+func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeyringResponse_Member.ProtoReflect.Descriptor instead.
+func (*KeyringResponse_Member) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{27, 1}
+}
+
+func (x *KeyringResponse_Member) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *KeyringResponse_Member) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *KeyringResponse_Member) GetSame() bool {
+	if x != nil {
+		return x.Same
+	}
+	return false
+}
+
+func (x *KeyringResponse_Member) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
 var File_admin_proto protoreflect.FileDescriptor
 
 const file_admin_proto_rawDesc = "" +
 	"\n" +
 	"\vadmin.proto\x12\n" +
 	"kvferry.v1\x1a\fengine.proto\x1a\x1egoogle/protobuf/duration.proto\"\x0f\n" +
-	"\rStatusRequest\"\xb4\x05\n" +
+	"\rStatusRequest\"\xec\x05\n" +
 	"\x0eStatusResponse\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x12\n" +
@@ -1656,7 +2350,9 @@ const file_admin_proto_rawDesc = "" +
 	"\amembers\x18\x11 \x01(\rR\amembers\x12;\n" +
 	"\n" +
 	"transports\x18\x12 \x03(\v2\x1b.kvferry.v1.TransportStatusR\n" +
-	"transports\x1a7\n" +
+	"transports\x12\x1a\n" +
+	"\bdraining\x18\x13 \x01(\bR\bdraining\x12\x1a\n" +
+	"\bsecurity\x18\x14 \x01(\tR\bsecurity\x1a7\n" +
 	"\aAddress\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xb4\x01\n" +
@@ -1681,7 +2377,7 @@ const file_admin_proto_rawDesc = "" +
 	"\x05reads\x18\x06 \x01(\x04R\x05reads\x12\x1a\n" +
 	"\bfailures\x18\a \x01(\x04R\bfailures\x12\x14\n" +
 	"\x05stale\x18\b \x01(\x04R\x05stale\"\x10\n" +
-	"\x0eMembersRequest\"\xc8\x01\n" +
+	"\x0eMembersRequest\"\xe4\x01\n" +
 	"\x06Member\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x12\n" +
@@ -1692,7 +2388,8 @@ const file_admin_proto_rawDesc = "" +
 	"\x04self\x18\a \x01(\bR\x04self\x12\x1e\n" +
 	"\n" +
 	"compatible\x18\b \x01(\bR\n" +
-	"compatible\";\n" +
+	"compatible\x12\x1a\n" +
+	"\bdraining\x18\t \x01(\bR\bdraining\";\n" +
 	"\x0fMembersResponse\x12(\n" +
 	"\x05items\x18\x01 \x03(\v2\x12.kvferry.v1.MemberR\x05items\"C\n" +
 	"\x13PublicationsRequest\x12\x16\n" +
@@ -1748,7 +2445,7 @@ const file_admin_proto_rawDesc = "" +
 	"\x06tokens\x18\x03 \x01(\rR\x06tokens\x12\x14\n" +
 	"\x05pages\x18\x04 \x01(\rR\x05pages\x12\x14\n" +
 	"\x05state\x18\x05 \x01(\tR\x05state\"\x0e\n" +
-	"\fPeersRequest\"\xa6\x02\n" +
+	"\fPeersRequest\"\xd8\x02\n" +
 	"\bPeerItem\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x18\n" +
@@ -1757,7 +2454,8 @@ const file_admin_proto_rawDesc = "" +
 	"\ttransport\x18\x05 \x01(\tR\ttransport\x126\n" +
 	"\arefused\x18\x06 \x03(\v2\x1c.kvferry.v1.PeerItem.RefusalR\arefused\x12\x1d\n" +
 	"\n" +
-	"last_error\x18\a \x01(\tR\tlastError\x1a?\n" +
+	"last_error\x18\a \x01(\tR\tlastError\x120\n" +
+	"\bgeometry\x18\b \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x1a?\n" +
 	"\aRefusal\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\";\n" +
@@ -1765,7 +2463,53 @@ const file_admin_proto_rawDesc = "" +
 	"\x05items\x18\x01 \x03(\v2\x14.kvferry.v1.PeerItemR\x05items\"1\n" +
 	"\rRevokeRequest\x12 \n" +
 	"\vpublication\x18\x01 \x01(\x04R\vpublication\"\x10\n" +
-	"\x0eRevokeResponse2\xe9\x03\n" +
+	"\x0eRevokeResponse\"C\n" +
+	"\fDrainRequest\x123\n" +
+	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\xb8\x01\n" +
+	"\rDrainResponse\x12\x12\n" +
+	"\x04left\x18\x01 \x01(\bR\x04left\x12\"\n" +
+	"\fpublications\x18\x02 \x01(\rR\fpublications\x12\x16\n" +
+	"\x06leases\x18\x03 \x01(\rR\x06leases\x12\x1e\n" +
+	"\n" +
+	"retrievals\x18\x04 \x01(\rR\n" +
+	"retrievals\x127\n" +
+	"\tremaining\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tremaining\"\x0e\n" +
+	"\fLeaveRequest\"\x0f\n" +
+	"\rLeaveResponse\"#\n" +
+	"\vJoinRequest\x12\x14\n" +
+	"\x05seeds\x18\x01 \x03(\tR\x05seeds\"(\n" +
+	"\fJoinResponse\x12\x18\n" +
+	"\amembers\x18\x01 \x01(\rR\amembers\"\xc1\x01\n" +
+	"\x0eKeyringRequest\x12B\n" +
+	"\toperation\x18\x01 \x01(\x0e2$.kvferry.v1.KeyringRequest.OperationR\toperation\x12\x10\n" +
+	"\x03key\x18\x02 \x01(\fR\x03key\x12\x0e\n" +
+	"\x02id\x18\x03 \x01(\tR\x02id\x12\x14\n" +
+	"\x05force\x18\x04 \x01(\bR\x05force\"3\n" +
+	"\tOperation\x12\b\n" +
+	"\x04SHOW\x10\x00\x12\a\n" +
+	"\x03ADD\x10\x01\x12\a\n" +
+	"\x03USE\x10\x02\x12\n" +
+	"\n" +
+	"\x06REMOVE\x10\x03\"\xbd\x02\n" +
+	"\x0fKeyringResponse\x123\n" +
+	"\x04keys\x18\x01 \x03(\v2\x1f.kvferry.v1.KeyringResponse.KeyR\x04keys\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x04R\n" +
+	"generation\x12<\n" +
+	"\amembers\x18\x03 \x03(\v2\".kvferry.v1.KeyringResponse.MemberR\amembers\x1a/\n" +
+	"\x03Key\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
+	"\aprimary\x18\x02 \x01(\bR\aprimary\x1af\n" +
+	"\x06Member\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x04R\n" +
+	"generation\x12\x12\n" +
+	"\x04same\x18\x03 \x01(\bR\x04same\x12\x14\n" +
+	"\x05error\x18\x04 \x01(\tR\x05error\"\x16\n" +
+	"\x14ConfigurationRequest\"+\n" +
+	"\x15ConfigurationResponse\x12\x12\n" +
+	"\x04yaml\x18\x01 \x01(\tR\x04yaml2\xbc\x06\n" +
 	"\x05Admin\x12?\n" +
 	"\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12B\n" +
 	"\aMembers\x12\x1a.kvferry.v1.MembersRequest\x1a\x1b.kvferry.v1.MembersResponse\x12Q\n" +
@@ -1774,7 +2518,12 @@ const file_admin_proto_rawDesc = "" +
 	"Retrievals\x12\x1d.kvferry.v1.RetrievalsRequest\x1a\x1e.kvferry.v1.RetrievalsResponse\x12<\n" +
 	"\x05Arena\x12\x18.kvferry.v1.ArenaRequest\x1a\x19.kvferry.v1.ArenaResponse\x12<\n" +
 	"\x05Peers\x12\x18.kvferry.v1.PeersRequest\x1a\x19.kvferry.v1.PeersResponse\x12?\n" +
-	"\x06Revoke\x12\x19.kvferry.v1.RevokeRequest\x1a\x1a.kvferry.v1.RevokeResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
+	"\x06Revoke\x12\x19.kvferry.v1.RevokeRequest\x1a\x1a.kvferry.v1.RevokeResponse\x12>\n" +
+	"\x05Drain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse0\x01\x12<\n" +
+	"\x05Leave\x12\x18.kvferry.v1.LeaveRequest\x1a\x19.kvferry.v1.LeaveResponse\x129\n" +
+	"\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse\x12B\n" +
+	"\aKeyring\x12\x1a.kvferry.v1.KeyringRequest\x1a\x1b.kvferry.v1.KeyringResponse\x12T\n" +
+	"\rConfiguration\x12 .kvferry.v1.ConfigurationRequest\x1a!.kvferry.v1.ConfigurationResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
 
 var (
 	file_admin_proto_rawDescOnce sync.Once
@@ -1788,70 +2537,100 @@ func file_admin_proto_rawDescGZIP() []byte {
 	return file_admin_proto_rawDescData
 }
 
-var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_admin_proto_goTypes = []any{
-	(*StatusRequest)(nil),          // 0: kvferry.v1.StatusRequest
-	(*StatusResponse)(nil),         // 1: kvferry.v1.StatusResponse
-	(*PageCounts)(nil),             // 2: kvferry.v1.PageCounts
-	(*TransportStatus)(nil),        // 3: kvferry.v1.TransportStatus
-	(*MembersRequest)(nil),         // 4: kvferry.v1.MembersRequest
-	(*Member)(nil),                 // 5: kvferry.v1.Member
-	(*MembersResponse)(nil),        // 6: kvferry.v1.MembersResponse
-	(*PublicationsRequest)(nil),    // 7: kvferry.v1.PublicationsRequest
-	(*PublicationItem)(nil),        // 8: kvferry.v1.PublicationItem
-	(*PublicationsResponse)(nil),   // 9: kvferry.v1.PublicationsResponse
-	(*RetrievalsRequest)(nil),      // 10: kvferry.v1.RetrievalsRequest
-	(*RetrievalItem)(nil),          // 11: kvferry.v1.RetrievalItem
-	(*RetrievalsResponse)(nil),     // 12: kvferry.v1.RetrievalsResponse
-	(*ArenaRequest)(nil),           // 13: kvferry.v1.ArenaRequest
-	(*ArenaResponse)(nil),          // 14: kvferry.v1.ArenaResponse
-	(*PeersRequest)(nil),           // 15: kvferry.v1.PeersRequest
-	(*PeerItem)(nil),               // 16: kvferry.v1.PeerItem
-	(*PeersResponse)(nil),          // 17: kvferry.v1.PeersResponse
-	(*RevokeRequest)(nil),          // 18: kvferry.v1.RevokeRequest
-	(*RevokeResponse)(nil),         // 19: kvferry.v1.RevokeResponse
-	(*StatusResponse_Address)(nil), // 20: kvferry.v1.StatusResponse.Address
-	(*ArenaResponse_Stream)(nil),   // 21: kvferry.v1.ArenaResponse.Stream
-	(*PeerItem_Refusal)(nil),       // 22: kvferry.v1.PeerItem.Refusal
-	(*durationpb.Duration)(nil),    // 23: google.protobuf.Duration
-	(*Geometry)(nil),               // 24: kvferry.v1.Geometry
+	(KeyringRequest_Operation)(0),  // 0: kvferry.v1.KeyringRequest.Operation
+	(*StatusRequest)(nil),          // 1: kvferry.v1.StatusRequest
+	(*StatusResponse)(nil),         // 2: kvferry.v1.StatusResponse
+	(*PageCounts)(nil),             // 3: kvferry.v1.PageCounts
+	(*TransportStatus)(nil),        // 4: kvferry.v1.TransportStatus
+	(*MembersRequest)(nil),         // 5: kvferry.v1.MembersRequest
+	(*Member)(nil),                 // 6: kvferry.v1.Member
+	(*MembersResponse)(nil),        // 7: kvferry.v1.MembersResponse
+	(*PublicationsRequest)(nil),    // 8: kvferry.v1.PublicationsRequest
+	(*PublicationItem)(nil),        // 9: kvferry.v1.PublicationItem
+	(*PublicationsResponse)(nil),   // 10: kvferry.v1.PublicationsResponse
+	(*RetrievalsRequest)(nil),      // 11: kvferry.v1.RetrievalsRequest
+	(*RetrievalItem)(nil),          // 12: kvferry.v1.RetrievalItem
+	(*RetrievalsResponse)(nil),     // 13: kvferry.v1.RetrievalsResponse
+	(*ArenaRequest)(nil),           // 14: kvferry.v1.ArenaRequest
+	(*ArenaResponse)(nil),          // 15: kvferry.v1.ArenaResponse
+	(*PeersRequest)(nil),           // 16: kvferry.v1.PeersRequest
+	(*PeerItem)(nil),               // 17: kvferry.v1.PeerItem
+	(*PeersResponse)(nil),          // 18: kvferry.v1.PeersResponse
+	(*RevokeRequest)(nil),          // 19: kvferry.v1.RevokeRequest
+	(*RevokeResponse)(nil),         // 20: kvferry.v1.RevokeResponse
+	(*DrainRequest)(nil),           // 21: kvferry.v1.DrainRequest
+	(*DrainResponse)(nil),          // 22: kvferry.v1.DrainResponse
+	(*LeaveRequest)(nil),           // 23: kvferry.v1.LeaveRequest
+	(*LeaveResponse)(nil),          // 24: kvferry.v1.LeaveResponse
+	(*JoinRequest)(nil),            // 25: kvferry.v1.JoinRequest
+	(*JoinResponse)(nil),           // 26: kvferry.v1.JoinResponse
+	(*KeyringRequest)(nil),         // 27: kvferry.v1.KeyringRequest
+	(*KeyringResponse)(nil),        // 28: kvferry.v1.KeyringResponse
+	(*ConfigurationRequest)(nil),   // 29: kvferry.v1.ConfigurationRequest
+	(*ConfigurationResponse)(nil),  // 30: kvferry.v1.ConfigurationResponse
+	(*StatusResponse_Address)(nil), // 31: kvferry.v1.StatusResponse.Address
+	(*ArenaResponse_Stream)(nil),   // 32: kvferry.v1.ArenaResponse.Stream
+	(*PeerItem_Refusal)(nil),       // 33: kvferry.v1.PeerItem.Refusal
+	(*KeyringResponse_Key)(nil),    // 34: kvferry.v1.KeyringResponse.Key
+	(*KeyringResponse_Member)(nil), // 35: kvferry.v1.KeyringResponse.Member
+	(*durationpb.Duration)(nil),    // 36: google.protobuf.Duration
+	(*Geometry)(nil),               // 37: kvferry.v1.Geometry
 }
 var file_admin_proto_depIdxs = []int32{
-	23, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
-	24, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
-	20, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
-	2,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
-	3,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
-	5,  // 5: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
-	23, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
-	23, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
-	8,  // 8: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
-	23, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
-	11, // 10: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
-	2,  // 11: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
-	24, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
-	21, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
-	22, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
-	16, // 15: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
-	0,  // 16: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	4,  // 17: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	7,  // 18: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	10, // 19: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	13, // 20: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	15, // 21: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	18, // 22: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	1,  // 23: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	6,  // 24: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	9,  // 25: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	12, // 26: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	14, // 27: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	17, // 28: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	19, // 29: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	23, // [23:30] is the sub-list for method output_type
-	16, // [16:23] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	36, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
+	37, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
+	31, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
+	3,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
+	4,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
+	6,  // 5: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
+	36, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
+	36, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
+	9,  // 8: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
+	36, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
+	12, // 10: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
+	3,  // 11: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
+	37, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
+	32, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
+	33, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
+	37, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
+	17, // 16: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
+	36, // 17: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	36, // 18: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
+	0,  // 19: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
+	34, // 20: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
+	35, // 21: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
+	1,  // 22: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	5,  // 23: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	8,  // 24: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	11, // 25: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	14, // 26: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	16, // 27: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	19, // 28: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	21, // 29: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	23, // 30: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	25, // 31: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	27, // 32: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	29, // 33: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	2,  // 34: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	7,  // 35: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	10, // 36: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	13, // 37: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	15, // 38: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	18, // 39: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	20, // 40: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	22, // 41: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	24, // 42: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	26, // 43: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	28, // 44: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	30, // 45: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	34, // [34:46] is the sub-list for method output_type
+	22, // [22:34] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -1865,13 +2644,14 @@ func file_admin_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_admin_proto_rawDesc), len(file_admin_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   23,
+			NumEnums:      1,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_admin_proto_goTypes,
 		DependencyIndexes: file_admin_proto_depIdxs,
+		EnumInfos:         file_admin_proto_enumTypes,
 		MessageInfos:      file_admin_proto_msgTypes,
 	}.Build()
 	File_admin_proto = out.File

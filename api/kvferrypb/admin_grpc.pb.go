@@ -19,20 +19,25 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Admin_Status_FullMethodName       = "/kvferry.v1.Admin/Status"
-	Admin_Members_FullMethodName      = "/kvferry.v1.Admin/Members"
-	Admin_Publications_FullMethodName = "/kvferry.v1.Admin/Publications"
-	Admin_Retrievals_FullMethodName   = "/kvferry.v1.Admin/Retrievals"
-	Admin_Arena_FullMethodName        = "/kvferry.v1.Admin/Arena"
-	Admin_Peers_FullMethodName        = "/kvferry.v1.Admin/Peers"
-	Admin_Revoke_FullMethodName       = "/kvferry.v1.Admin/Revoke"
+	Admin_Status_FullMethodName        = "/kvferry.v1.Admin/Status"
+	Admin_Members_FullMethodName       = "/kvferry.v1.Admin/Members"
+	Admin_Publications_FullMethodName  = "/kvferry.v1.Admin/Publications"
+	Admin_Retrievals_FullMethodName    = "/kvferry.v1.Admin/Retrievals"
+	Admin_Arena_FullMethodName         = "/kvferry.v1.Admin/Arena"
+	Admin_Peers_FullMethodName         = "/kvferry.v1.Admin/Peers"
+	Admin_Revoke_FullMethodName        = "/kvferry.v1.Admin/Revoke"
+	Admin_Drain_FullMethodName         = "/kvferry.v1.Admin/Drain"
+	Admin_Leave_FullMethodName         = "/kvferry.v1.Admin/Leave"
+	Admin_Join_FullMethodName          = "/kvferry.v1.Admin/Join"
+	Admin_Keyring_FullMethodName       = "/kvferry.v1.Admin/Keyring"
+	Admin_Configuration_FullMethodName = "/kvferry.v1.Admin/Configuration"
 )
 
 // AdminClient is the client API for Admin service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Admin is for operators: it looks, and ends a publication.
+// Admin is for operators: it looks, and operates the node that it talks to.
 type AdminClient interface {
 	Status(ctx context.Context, in *StatusRequest, opts ...grpc.CallOption) (*StatusResponse, error)
 	Members(ctx context.Context, in *MembersRequest, opts ...grpc.CallOption) (*MembersResponse, error)
@@ -41,6 +46,20 @@ type AdminClient interface {
 	Arena(ctx context.Context, in *ArenaRequest, opts ...grpc.CallOption) (*ArenaResponse, error)
 	Peers(ctx context.Context, in *PeersRequest, opts ...grpc.CallOption) (*PeersResponse, error)
 	Revoke(ctx context.Context, in *RevokeRequest, opts ...grpc.CallOption) (*RevokeResponse, error)
+	// Drain refuses new work, lets what runs finish up to the bound, then leaves
+	// the cluster and ends the node. It tells how far it is; the last message has
+	// left set. Nobody needs to listen: the node goes on without.
+	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[DrainResponse], error)
+	// Leave says goodbye to the cluster and ends the node at once: what runs is cut.
+	Leave(ctx context.Context, in *LeaveRequest, opts ...grpc.CallOption) (*LeaveResponse, error)
+	// Join calls further seeds, and returns when one of them lists this node.
+	Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error)
+	// Keyring shows or changes the gossip keys of all members. A change returns
+	// when every member has it; FAILED_PRECONDITION names those that stand in
+	// its way, and nothing was changed.
+	Keyring(ctx context.Context, in *KeyringRequest, opts ...grpc.CallOption) (*KeyringResponse, error)
+	// Configuration is what this node runs with, defaults filled in, secrets left out.
+	Configuration(ctx context.Context, in *ConfigurationRequest, opts ...grpc.CallOption) (*ConfigurationResponse, error)
 }
 
 type adminClient struct {
@@ -121,11 +140,70 @@ func (c *adminClient) Revoke(ctx context.Context, in *RevokeRequest, opts ...grp
 	return out, nil
 }
 
+func (c *adminClient) Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[DrainResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Admin_ServiceDesc.Streams[0], Admin_Drain_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[DrainRequest, DrainResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Admin_DrainClient = grpc.ServerStreamingClient[DrainResponse]
+
+func (c *adminClient) Leave(ctx context.Context, in *LeaveRequest, opts ...grpc.CallOption) (*LeaveResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LeaveResponse)
+	err := c.cc.Invoke(ctx, Admin_Leave_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(JoinResponse)
+	err := c.cc.Invoke(ctx, Admin_Join_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Keyring(ctx context.Context, in *KeyringRequest, opts ...grpc.CallOption) (*KeyringResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(KeyringResponse)
+	err := c.cc.Invoke(ctx, Admin_Keyring_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Configuration(ctx context.Context, in *ConfigurationRequest, opts ...grpc.CallOption) (*ConfigurationResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ConfigurationResponse)
+	err := c.cc.Invoke(ctx, Admin_Configuration_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // AdminServer is the server API for Admin service.
 // All implementations must embed UnimplementedAdminServer
 // for forward compatibility.
 //
-// Admin is for operators: it looks, and ends a publication.
+// Admin is for operators: it looks, and operates the node that it talks to.
 type AdminServer interface {
 	Status(context.Context, *StatusRequest) (*StatusResponse, error)
 	Members(context.Context, *MembersRequest) (*MembersResponse, error)
@@ -134,6 +212,20 @@ type AdminServer interface {
 	Arena(context.Context, *ArenaRequest) (*ArenaResponse, error)
 	Peers(context.Context, *PeersRequest) (*PeersResponse, error)
 	Revoke(context.Context, *RevokeRequest) (*RevokeResponse, error)
+	// Drain refuses new work, lets what runs finish up to the bound, then leaves
+	// the cluster and ends the node. It tells how far it is; the last message has
+	// left set. Nobody needs to listen: the node goes on without.
+	Drain(*DrainRequest, grpc.ServerStreamingServer[DrainResponse]) error
+	// Leave says goodbye to the cluster and ends the node at once: what runs is cut.
+	Leave(context.Context, *LeaveRequest) (*LeaveResponse, error)
+	// Join calls further seeds, and returns when one of them lists this node.
+	Join(context.Context, *JoinRequest) (*JoinResponse, error)
+	// Keyring shows or changes the gossip keys of all members. A change returns
+	// when every member has it; FAILED_PRECONDITION names those that stand in
+	// its way, and nothing was changed.
+	Keyring(context.Context, *KeyringRequest) (*KeyringResponse, error)
+	// Configuration is what this node runs with, defaults filled in, secrets left out.
+	Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error)
 	mustEmbedUnimplementedAdminServer()
 }
 
@@ -164,6 +256,21 @@ func (UnimplementedAdminServer) Peers(context.Context, *PeersRequest) (*PeersRes
 }
 func (UnimplementedAdminServer) Revoke(context.Context, *RevokeRequest) (*RevokeResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Revoke not implemented")
+}
+func (UnimplementedAdminServer) Drain(*DrainRequest, grpc.ServerStreamingServer[DrainResponse]) error {
+	return status.Error(codes.Unimplemented, "method Drain not implemented")
+}
+func (UnimplementedAdminServer) Leave(context.Context, *LeaveRequest) (*LeaveResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Leave not implemented")
+}
+func (UnimplementedAdminServer) Join(context.Context, *JoinRequest) (*JoinResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Join not implemented")
+}
+func (UnimplementedAdminServer) Keyring(context.Context, *KeyringRequest) (*KeyringResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Keyring not implemented")
+}
+func (UnimplementedAdminServer) Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Configuration not implemented")
 }
 func (UnimplementedAdminServer) mustEmbedUnimplementedAdminServer() {}
 func (UnimplementedAdminServer) testEmbeddedByValue()               {}
@@ -312,6 +419,89 @@ func _Admin_Revoke_Handler(srv interface{}, ctx context.Context, dec func(interf
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Admin_Drain_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(DrainRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(AdminServer).Drain(m, &grpc.GenericServerStream[DrainRequest, DrainResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Admin_DrainServer = grpc.ServerStreamingServer[DrainResponse]
+
+func _Admin_Leave_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LeaveRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Leave(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Leave_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Leave(ctx, req.(*LeaveRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Join_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(JoinRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Join(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Join_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Join(ctx, req.(*JoinRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Keyring_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(KeyringRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Keyring(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Keyring_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Keyring(ctx, req.(*KeyringRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Configuration_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ConfigurationRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Configuration(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Configuration_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Configuration(ctx, req.(*ConfigurationRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Admin_ServiceDesc is the grpc.ServiceDesc for Admin service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -347,7 +537,29 @@ var Admin_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "Revoke",
 			Handler:    _Admin_Revoke_Handler,
 		},
+		{
+			MethodName: "Leave",
+			Handler:    _Admin_Leave_Handler,
+		},
+		{
+			MethodName: "Join",
+			Handler:    _Admin_Join_Handler,
+		},
+		{
+			MethodName: "Keyring",
+			Handler:    _Admin_Keyring_Handler,
+		},
+		{
+			MethodName: "Configuration",
+			Handler:    _Admin_Configuration_Handler,
+		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Drain",
+			Handler:       _Admin_Drain_Handler,
+			ServerStreams: true,
+		},
+	},
 	Metadata: "admin.proto",
 }

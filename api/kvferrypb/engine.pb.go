@@ -1805,13 +1805,16 @@ func (x *PublishRequest) GetFinal() bool {
 }
 
 type PublishResponse struct {
-	state         protoimpl.MessageState    `protogen:"open.v1"`
-	Reference     string                    `protobuf:"bytes,1,opt,name=reference,proto3" json:"reference,omitempty"`
-	Sequence      uint64                    `protobuf:"varint,2,opt,name=sequence,proto3" json:"sequence,omitempty"`       // of this announcement
-	Publication   uint64                    `protobuf:"varint,3,opt,name=publication,proto3" json:"publication,omitempty"` // sequence of the first one
-	Lengths       []*PublishResponse_Length `protobuf:"bytes,4,rep,name=lengths,proto3" json:"lengths,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state       protoimpl.MessageState    `protogen:"open.v1"`
+	Reference   string                    `protobuf:"bytes,1,opt,name=reference,proto3" json:"reference,omitempty"`
+	Sequence    uint64                    `protobuf:"varint,2,opt,name=sequence,proto3" json:"sequence,omitempty"`       // of this announcement
+	Publication uint64                    `protobuf:"varint,3,opt,name=publication,proto3" json:"publication,omitempty"` // sequence of the first one
+	Lengths     []*PublishResponse_Length `protobuf:"bytes,4,rep,name=lengths,proto3" json:"lengths,omitempty"`
+	// Gossip is under more load than it takes: the announcement waits. A target
+	// has been told, and whoever asks this node is answered.
+	GossipDeferred bool `protobuf:"varint,5,opt,name=gossip_deferred,json=gossipDeferred,proto3" json:"gossip_deferred,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *PublishResponse) Reset() {
@@ -1870,6 +1873,13 @@ func (x *PublishResponse) GetLengths() []*PublishResponse_Length {
 		return x.Lengths
 	}
 	return nil
+}
+
+func (x *PublishResponse) GetGossipDeferred() bool {
+	if x != nil {
+		return x.GossipDeferred
+	}
+	return false
 }
 
 type AdmitRetrieveRequest struct {
@@ -2878,12 +2888,13 @@ const file_engine_proto_rawDesc = "" +
 	"\x06target\x18\x02 \x01(\tR\x06target\x12\x18\n" +
 	"\areaders\x18\x03 \x01(\rR\areaders\x12-\n" +
 	"\x04hold\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x04hold\x12\x14\n" +
-	"\x05final\x18\x05 \x01(\bR\x05final\"\xf9\x01\n" +
+	"\x05final\x18\x05 \x01(\bR\x05final\"\xa2\x02\n" +
 	"\x0fPublishResponse\x12\x1c\n" +
 	"\treference\x18\x01 \x01(\tR\treference\x12\x1a\n" +
 	"\bsequence\x18\x02 \x01(\x04R\bsequence\x12 \n" +
 	"\vpublication\x18\x03 \x01(\x04R\vpublication\x12<\n" +
-	"\alengths\x18\x04 \x03(\v2\".kvferry.v1.PublishResponse.LengthR\alengths\x1aL\n" +
+	"\alengths\x18\x04 \x03(\v2\".kvferry.v1.PublishResponse.LengthR\alengths\x12'\n" +
+	"\x0fgossip_deferred\x18\x05 \x01(\bR\x0egossipDeferred\x1aL\n" +
 	"\x06Length\x12\x14\n" +
 	"\x05label\x18\x01 \x01(\tR\x05label\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\rR\x06tokens\x12\x14\n" +

@@ -11,8 +11,8 @@
 //
 // The file is YAML of the plain kind: groups, keys, scalars, lists. Unknown
 // and repeated keys are errors, and so are anchors, aliases, tags, and a second
-// document. What is not built yet has no key: there is no group "security"
-// (certificates, allowed peers), no host tier, no memory of a GPU.
+// document. What is not built yet has no key: there is no host tier, no memory of
+// a GPU.
 package config
 
 import (
@@ -37,6 +37,7 @@ type Config struct {
 	Arena     Arena     `yaml:"arena"`
 	Transfer  Transfer  `yaml:"transfer"`
 	Cluster   Cluster   `yaml:"cluster"`
+	Security  Security  `yaml:"security"`
 	Timers    Timers    `yaml:"timers"`
 	Telemetry Telemetry `yaml:"telemetry"`
 
@@ -115,6 +116,22 @@ type Cluster struct {
 	Preset  string   `yaml:"preset"`  // default, or fast: every interval divided by ten
 }
 
+// Security is who this node is to others, and whom it lets in. Without files
+// everybody who reaches the ports is trusted.
+type Security struct {
+	// Paths of PEM files: this node's certificate, whose subject alternative name
+	// is the node's name, its key, and the authority of all. All three or none.
+	Certificate string `yaml:"certificate"`
+	Key         string `yaml:"key"`
+	CA          string `yaml:"ca"`
+	// Peers are the nodes that are let in, by name; * stands for any characters.
+	// Empty: every one that has a certificate of the authority.
+	Peers []string `yaml:"peers"`
+}
+
+// On says whether peers must prove who they are.
+func (s Security) On() bool { return s.Certificate != "" }
+
 // Timers are durations that this node measures by its own clock.
 type Timers struct {
 	Hold         time.Duration `yaml:"hold"`        // an unread publication keeps its pages
@@ -127,6 +144,7 @@ type Timers struct {
 	BackoffMax   time.Duration `yaml:"backoff_max"`
 	SessionGrace time.Duration `yaml:"session_grace"` // an engine's session without its event stream
 	Tombstone    time.Duration `yaml:"tombstone"`     // late acknowledgements are known as such
+	Drain        time.Duration `yaml:"drain"`         // what runs when the node is to end has so long
 	Grace        time.Duration `yaml:"grace"`         // a lost node's publications are hidden, not forgotten
 }
 
@@ -150,7 +168,7 @@ func Default() *Config {
 		Timers: Timers{
 			Hold: 30 * time.Second, MaxHold: 900 * time.Second, Lease: 20 * time.Second, LeaseRenew: 5 * time.Second,
 			Stall: 2 * time.Second, Attempts: 3, BackoffMin: 50 * time.Millisecond, BackoffMax: 2 * time.Second,
-			SessionGrace: 10 * time.Second, Tombstone: 600 * time.Second, Grace: 30 * time.Second,
+			SessionGrace: 10 * time.Second, Tombstone: 600 * time.Second, Drain: 10 * time.Second, Grace: 30 * time.Second,
 		},
 	}
 }

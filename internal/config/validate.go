@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net/netip"
 	"os"
+	"path"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -34,6 +35,7 @@ func (c *Config) Validate() error {
 	v.arena()
 	v.transfer()
 	v.cluster()
+	v.security()
 	v.timers()
 	if !c.Telemetry.Bind.IsValid() {
 		c.Telemetry.Bind = c.Node.Bind
@@ -258,6 +260,27 @@ func (v *validation) cluster() {
 	v.oneOf("cluster.preset", c.Preset, "default", "fast")
 }
 
+func (v *validation) security() {
+	s := v.config.Security
+	files := []struct{ key, path string }{
+		{"security.certificate", s.Certificate}, {"security.key", s.Key}, {"security.ca", s.CA},
+	}
+	if s.Certificate != "" || s.Key != "" || s.CA != "" {
+		for _, f := range files {
+			if f.path == "" {
+				v.wrong(f.key, "is missing; want certificate, key, and ca, or none of them")
+			}
+		}
+	} else if len(s.Peers) > 0 {
+		v.wrong("security.peers", "needs security.certificate, key, and ca: without them nobody's name is proved")
+	}
+	for _, p := range s.Peers {
+		if _, err := path.Match(p, ""); err != nil || p == "" {
+			v.wrong("security.peers", "%.80q is no pattern; want a node's name, in which * stands for any characters", p)
+		}
+	}
+}
+
 // hostPort tells whether s is a host's name or address, and a port. It looks
 // nothing up.
 func hostPort(s string) bool {
@@ -302,6 +325,7 @@ func (v *validation) timers() {
 		{"timers.backoff_max", t.BackoffMax},
 		{"timers.session_grace", t.SessionGrace},
 		{"timers.tombstone", t.Tombstone},
+		{"timers.drain", t.Drain},
 		{"timers.grace", t.Grace},
 	} {
 		v.timer(timer.key, timer.d)

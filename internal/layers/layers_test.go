@@ -25,7 +25,8 @@ var table = []struct{ pkg, may string }{
 	{"internal/memory", "internal/id"},
 	{"rdma", "internal/id"},
 	{"cuda", "internal/id"},
-	{"cluster", "internal/id"},
+	{"internal/identity", "internal/id"},
+	{"cluster", "internal/id internal/identity"},
 	{"api/kvferrypb", "internal/id internal/page"},
 	{"internal/config", "internal/id internal/page"},
 	{"configs", ""},
@@ -37,19 +38,20 @@ var table = []struct{ pkg, may string }{
 
 	// 3
 	{"transfer/transfertest", "internal/id internal/memory transfer"},
-	{"transfer/tcp", "internal/id internal/memory transfer"},
+	{"transfer/tcp", "internal/id internal/identity internal/memory transfer"},
 	{"transfer/shm", "internal/id internal/memory transfer"},
 	{"transfer/cudaipc", "internal/id internal/memory cuda transfer"},
 	{"transfer/rdmaread", "internal/id internal/memory rdma transfer"},
 	{"publish", "internal/id internal/page api/wire manager"},
 
 	// 4
-	{"internal/node", "internal/id internal/page internal/memory internal/config rdma cuda cluster api/kvferrypb " +
+	{"internal/node", "internal/id internal/identity internal/page internal/memory internal/config rdma cuda cluster api/kvferrypb " +
 		"manager transfer api/wire transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread publish"},
 	{"api/client", "internal/id internal/page internal/memory api/kvferrypb"},
-	{"internal/localcluster", "internal/id internal/memory internal/config configs api/client api/kvferrypb"},
+	{"internal/localcluster", "internal/id internal/identity internal/memory internal/config configs api/client api/kvferrypb"},
 	{"internal/replay", "internal/id internal/page api/client api/kvferrypb"},
-	{"internal/bench", "internal/id internal/page internal/memory transfer transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread api/client api/kvferrypb"},
+	{"internal/bench", "internal/id internal/page internal/memory transfer transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread " +
+		"api/client api/kvferrypb api/wire manager cluster publish"},
 
 	// 5
 	{"cmd/kvferry", "internal/id internal/page internal/config configs rdma cuda api/kvferrypb api/wire api/client internal/node internal/localcluster internal/replay internal/bench"},
@@ -67,6 +69,8 @@ var fences = map[string]string{
 	"net": "internal/node cluster api/client internal/localcluster internal/bench transfer/tcp transfer/shm transfer/rdmaread transfer/cudaipc",
 	// Addresses as values are for everybody.
 	"net/netip":                           "*",
+	// Who a peer is has one rule.
+	"crypto/tls":                          "internal/identity cluster transfer/tcp internal/node",
 	"testing":                             "transfer/transfertest",
 	"github.com/goccy/go-yaml":            "internal/config cmd/kvferry",
 	"github.com/hashicorp/memberlist":     "cluster",

@@ -1,0 +1,110 @@
+package identity
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/kvferry/kvferry/internal/id"
+)
+
+// Authority issues certificates for local clusters and tests. A cluster that
+// matters has an authority of its own.
+type Authority struct {
+	certificate *x509.Certificate
+	key         *ecdsa.PrivateKey
+	valid       time.Duration
+}
+
+// NewAuthority makes one whose certificates, its own included, are valid from
+// an hour ago for that long.
+func NewAuthority(name string, valid time.Duration) (*Authority, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("make authority: %w", err)
+	}
+	template, err := template(name, valid)
+	if err != nil {
+		return nil, err
+	}
+	template.IsCA, template.BasicConstraintsValid = true, true
+	template.KeyUsage = x509.KeyUsageCertSign
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	if err != nil {
+		return nil, fmt.Errorf("make authority: %w", err)
+	}
+	cert, err := x509.ParseCertificate(der)
+	if err != nil {
+		return nil, fmt.Errorf("make authority: %w", err)
+	}
+	return &Authority{certificate: cert, key: key, valid: valid}, nil
+}
+
+func template(name string, valid time.Duration) (*x509.Certificate, error) {
+	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 120))
+	if err != nil {
+		return nil, err
+	}
+	begin := time.Now().Add(-time.Hour) // of clocks that differ
+	return &x509.Certificate{
+		SerialNumber: serial, Subject: pkix.Name{CommonName: name},
+		NotBefore: begin, NotAfter: begin.Add(valid),
+	}, nil
+}
+
+// Issue writes the node's certificate, its key, and the authority's
+// certificate into a directory, and returns the options that read them.
+func (a *Authority) Issue(dir string, node id.Node) (Options, error) {
+	o := Options{
+		Node:        node,
+		Certificate: filepath.Join(dir, "node.pem"), Key: filepath.Join(dir, "node.key"), CA: filepath.Join(dir, "ca.pem"),
+	}
+	if err := a.issue(o); err != nil {
+		return Options{}, fmt.Errorf("issue a certificate for %s: %w", node, err)
+	}
+	return o, nil
+}
+
+func (a *Authority) issue(o Options) error {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return err
+	}
+	t, err := template(string(o.Node), a.valid)
+	if err != nil {
+		return err
+	}
+	t.DNSNames = []string{string(o.Node)}
+	t.KeyUsage = x509.KeyUsageDigitalSignature
+	t.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}
+	der, err := x509.CreateCertificate(rand.Reader, t, a.certificate, key.Public(), a.key)
+	if err != nil {
+		return err
+	}
+	secret, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return err
+	}
+	for _, f := range []struct {
+		path, kind string
+		der        []byte
+		mode       os.FileMode
+	}{
+		{o.Certificate, "CERTIFICATE", der, 0o644},
+		{o.Key, "PRIVATE KEY", secret, 0o600},
+		{o.CA, "CERTIFICATE", a.certificate.Raw, 0o644},
+	} {
+		if err := os.WriteFile(f.path, pem.EncodeToMemory(&pem.Block{Type: f.kind, Bytes: f.der}), f.mode); err != nil {
+			return err
+		}
+	}
+	return nil
+}
