@@ -21,6 +21,7 @@ import (
 	"io"
 	"net/netip"
 	"os"
+	"strconv"
 	"strings"
 	"time"
 
@@ -124,8 +125,8 @@ type Security struct {
 	Certificate string `yaml:"certificate"`
 	Key         string `yaml:"key"`
 	CA          string `yaml:"ca"`
-	// Peers are the nodes that are let in, by name; * stands for any characters.
-	// Empty: every one that has a certificate of the authority.
+	// Peers are the nodes that are let in, by patterns of their names, as of
+	// [path.Match]. Empty: every one that has a certificate of the authority.
 	Peers []string `yaml:"peers"`
 }
 
@@ -218,6 +219,12 @@ func read(path string) ([]byte, error) {
 // Marshal returns the configuration as a document that [Parse] reads back. It
 // holds the keyring in the clear.
 func (c *Config) Marshal() ([]byte, error) { return yaml.Marshal(c) }
+
+// Redacted is Marshal for people and their logs: each key of the keyring is its
+// [Key.ID], which [Parse] takes for no key.
+func (c *Config) Redacted() ([]byte, error) {
+	return yaml.MarshalWithOptions(c, yaml.CustomMarshaler(func(k Key) ([]byte, error) { return []byte(strconv.Quote(k.ID())), nil }))
+}
 
 // Geometry is what peers must agree on to exchange KV with this node. The
 // configuration must be valid.

@@ -2,6 +2,7 @@ package config
 
 import (
 	"bytes"
+	"encoding/base64"
 	"errors"
 	"flag"
 	"fmt"
@@ -9,11 +10,13 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/kvferry/kvferry/configs"
 	"github.com/kvferry/kvferry/internal/page"
 )
 
@@ -129,6 +132,15 @@ func TestGoodDocuments(t *testing.T) {
 		"any port": {minimal + "ports: {gossip: 0, peer: 0, data: 0, http: 0}", func(c *Config) bool {
 			return c.Ports == Ports{}
 		}},
+		"certificates, all peers": {minimal + "security: {certificate: a.pem, key: a.key, ca: ca.pem}", func(c *Config) bool {
+			return c.Security.On() && c.Security.CA == "ca.pem" && len(c.Security.Peers) == 0
+		}},
+		"certificates, some peers": {
+			minimal + "security: {certificate: a.pem, key: a.key, ca: ca.pem, peers: ['prefill-*', 'decode-[0-9]', 'x?', 'a.b_C-1', '*']}",
+			func(c *Config) bool { return len(c.Security.Peers) == 5 },
+		},
+		"no certificates": {minimal + "security: {certificate: ''}", func(c *Config) bool { return !c.Security.On() }},
+		"time to drain":   {minimal + "timers: {drain: 2m}", func(c *Config) bool { return c.Timers.Drain == 2*time.Minute }},
 		"all addresses": {strings.Replace(minimal, "{name: n}", "{name: n, bind: '::', advertise: fd00::7}", 1), func(c *Config) bool {
 			return c.Node.Bind.IsUnspecified() && c.Node.Advertise == netip.MustParseAddr("fd00::7")
 		}},
@@ -171,16 +183,42 @@ func TestExamplesAreValid(t *testing.T) {
 	}
 }
 
+// The configuration to start from is valid as it stands, and so is every line
+// that it proposes.
+func TestStarterIsValid(t *testing.T) {
+	proposal := regexp.MustCompile(`(?m)^( *)# ( *[a-z_]+:.*)$`)
+	for _, role := range []string{"prefill", "decode", "both"} {
+		starter := string(configs.Node(role))
+		c := load(t, starter)
+		if c.Node.Role != role || c.Node.Bind.IsUnspecified() || c.Security.On() || len(c.Cluster.Keyring) > 0 {
+			t.Errorf("as it stands: %+v", c)
+		}
+		if n := len(proposal.FindAllString(starter, -1)); n < 20 {
+			t.Fatalf("%d proposals", n)
+		}
+		key := base64.StdEncoding.EncodeToString(make([]byte, KeyBytes))
+		c = load(t, strings.Replace(proposal.ReplaceAllString(starter, "$1$2"), "[KEY]", "["+key+"]", 1))
+		d := Default()
+		if c.Node.Role != role || c.Ports != d.Ports || c.Timers != d.Timers || c.Cluster.Name != d.Cluster.Name || !slices.Equal(c.Arena.Ranks, d.Arena.Ranks) ||
+			c.Arena.DType != d.Arena.DType || c.Arena.Layout != d.Arena.Layout {
+			t.Errorf("%s: what it proposes for a default is none: %+v", role, c)
+		}
+		if !c.Security.On() || len(c.Security.Peers) == 0 || len(c.Cluster.Keyring) != 1 || len(c.Cluster.Join) == 0 || c.Node.StateDir == "" || c.Node.Advertise == c.Node.Bind {
+			t.Errorf("%s: it does not propose all that a cluster wants: %+v", role, c)
+		}
+	}
+}
+
 func TestDefaultsStandAsDocumented(t *testing.T) {
 	c := Default()
 	for key, want := range map[string]any{
 		"timers.hold": c.Timers.Hold == 30*time.Second, "timers.lease": c.Timers.Lease == 20*time.Second,
 		"timers.lease_renew": c.Timers.LeaseRenew == 5*time.Second, "timers.stall": c.Timers.Stall == 2*time.Second,
 		"timers.attempts": c.Timers.Attempts == 3, "timers.max_hold": c.Timers.MaxHold == 900*time.Second,
-		"timers.session_grace": c.Timers.SessionGrace == 10*time.Second, "timers.tombstone": c.Timers.Tombstone == 600*time.Second,
+		"timers.drain": c.Timers.Drain == 10*time.Second, "timers.session_grace": c.Timers.SessionGrace == 10*time.Second, "timers.tombstone": c.Timers.Tombstone == 600*time.Second,
 	} {
 		if want != true {
-			t.Errorf("%s is not what docs/read-safety.md says", key)
+			t.Errorf("%s is not what the documents say", key)
 		}
 	}
 }
@@ -191,19 +229,26 @@ func TestEnvironmentAndFlagsWin(t *testing.T) {
 	t.Setenv("KVFERRY_CLUSTER_JOIN", "10.0.0.1:7900, 10.0.0.2:7900")
 	t.Setenv("KVFERRY_TRANSFER_LIMITS_IN_FLIGHT", "7")
 	t.Setenv("KVFERRY_SOCKET", "/of/the/command/line")
+	t.Setenv("KVFERRY_SECURITY_CERTIFICATE", "/of/env.pem")
+	t.Setenv("KVFERRY_SECURITY_KEY", "/of/env.key")
+	t.Setenv("KVFERRY_SECURITY_PEERS", "prefill-*, decode-*")
+	t.Setenv("KVFERRY_TIMERS_DRAIN", "1m")
 	path := filepath.Join(t.TempDir(), "a.yaml")
 	if err := os.WriteFile(path, []byte(minimal), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	c, err := Load(path, "arena.pages=256", "node.role=decode", "cluster.preset=fast")
+	c, err := Load(path, "arena.pages=256", "node.role=decode", "cluster.preset=fast", "security.ca=/of/flag.pem", "timers.drain=3s")
 	if err != nil {
 		t.Fatal(err)
 	}
 	if c.Arena.Pages.Count != 256 || c.Timers.LeaseRenew != time.Second || c.Transfer.Limits.InFlight != 7 || c.Node.Role != "decode" ||
-		!slices.Equal(c.Cluster.Join, []string{"10.0.0.1:7900", "10.0.0.2:7900"}) {
+		!slices.Equal(c.Cluster.Join, []string{"10.0.0.1:7900", "10.0.0.2:7900"}) || c.Timers.Drain != 3*time.Second {
 		t.Errorf("got %+v", c)
 	}
-	if c, err = Load(path, "cluster.join="); err != nil || len(c.Cluster.Join) != 0 {
+	if s := c.Security; s.Certificate != "/of/env.pem" || s.Key != "/of/env.key" || s.CA != "/of/flag.pem" || !slices.Equal(s.Peers, []string{"prefill-*", "decode-*"}) {
+		t.Errorf("got %+v", s)
+	}
+	if c, err = Load(path, "cluster.join=", "security.ca=x"); err != nil || len(c.Cluster.Join) != 0 {
 		t.Errorf("an empty list: got %v, %v", c, err)
 	}
 }
@@ -224,6 +269,17 @@ func TestBadOverridesNameTheirOrigin(t *testing.T) {
 		"flag below a key":              {sets: []string{"ports.http.x=1"}, want: `--set ports.http.x: ports.http has no keys below it`},
 		"flag without a value":          {sets: []string{"ports.http"}, want: `--set ports.http: want KEY=VALUE, such as arena.pages=1024`},
 		"flag with too many elements":   {sets: []string{"cluster.join=" + strings.Repeat("a:1,", 64) + "a:1"}, want: `--set cluster.join: has 65 elements, want at most 64`},
+		"certificate alone":             {env: "KVFERRY_SECURITY_CERTIFICATE=a.pem", sets: []string{"security.ca=ca.pem"}, want: `security.key: is missing; want certificate, key, and ca, or none of them`},
+		"peers nobody proves":           {env: "KVFERRY_SECURITY_PEERS=a", want: `KVFERRY_SECURITY_PEERS: security.peers: needs security.certificate, key, and ca: without them nobody's name is proved`},
+		"pattern that matches nobody":   {sets: []string{"security.peers=a b"}, want: "--set security.peers: needs security.certificate, key, and ca: without them nobody's name is proved\n--set security.peers: \"a b\" is no pattern of nodes' names; want names, in which * stands for any characters"},
+		"security key that is no key":   {env: "KVFERRY_SECURITY_CERT=a.pem", want: `KVFERRY_SECURITY_CERT: unknown variable; known are KVFERRY_SECURITY_CA, KVFERRY_SECURITY_CERTIFICATE, KVFERRY_SECURITY_KEY, KVFERRY_SECURITY_PEERS`},
+		"no time to drain":              {env: "KVFERRY_TIMERS_DRAIN=-1s", want: `KVFERRY_TIMERS_DRAIN: timers.drain: -1s is not in 1ns to 24h0m0s`},
+		"private key for its path":      {sets: []string{"security.certificate=a", "security.ca=b", "security.key=-----BEGIN PRIVATE KEY-----"}, want: `--set security.key: is PEM itself; want the path of a file that holds it`},
+		"more of it":                    {env: "KVFERRY_SECURITY_KEY=-----BEGIN PRIVATE KEY-----\nc2Vjcm\n", want: `KVFERRY_SECURITY_KEY: security.key: is PEM itself; want the path of a file that holds it`},
+		"two lines":                     {sets: []string{"arena.model=a\nb"}, want: `--set arena.model: "a\nb" has what cannot be printed`},
+		"what a terminal obeys":         {env: "KVFERRY_NODE_STATE_DIR=a\x1b[31m", want: `KVFERRY_NODE_STATE_DIR: node.state_dir: "a\x1b[31m" has what cannot be printed`},
+		"no text":                       {sets: []string{"node.socket=\xff"}, want: `--set node.socket: "\xff" has what cannot be printed`},
+		"id of a key for the key":       {sets: []string{"cluster.keyring=ba773285f758e374"}, want: `--set cluster.keyring: is the id of a key; want the key itself, 32 bytes in base64`},
 		"secret in a flag is not shown": {sets: []string{"cluster.keyring=hunter2"}, want: `--set cluster.keyring: key is not base64; make one with: head -c 32 /dev/urandom | base64`},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -283,7 +339,7 @@ func TestEveryKeyIsReachable(t *testing.T) {
 	values := map[string]string{
 		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
 		"arena.pages": "3GiB", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
-		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.limits.rate": "1MB", "cluster.join": "a:1", "cluster.preset": "fast",
+		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.limits.rate": "1MB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
 		"cluster.keyring": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
 		"timers.lease_renew": "2s", "timers.backoff_min": "1s", "transfer.limits.dial": "1m1s", "transfer.limits.base": "1m1s",
 	}
@@ -348,6 +404,9 @@ func roundTrip(t *testing.T, c *Config) {
 		if len(p.Cluster.Keyring) == 0 {
 			p.Cluster.Keyring = nil
 		}
+		if len(p.Security.Peers) == 0 {
+			p.Security.Peers = nil
+		}
 		return p
 	}
 	if got, want := plain(again), plain(c); !reflect.DeepEqual(got, want) {
@@ -376,6 +435,52 @@ func TestKeysDoNotPrint(t *testing.T) {
 	for _, err := range []error{err, bad} {
 		if err == nil || strings.Contains(err.Error(), "c2Vj") {
 			t.Errorf("got %v, want an error without the key", err)
+		}
+	}
+}
+
+// What is shown holds everything but the keys, and nobody can take it for them.
+func TestRedactedShowsIDsForKeys(t *testing.T) {
+	const a, b = "c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2U=", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="
+	c := load(t, minimal+"cluster: {keyring: ["+a+", "+b+"]}\nsecurity: {certificate: a.pem, key: a.key, ca: ca.pem, peers: ['b-*']}")
+	shown, err := c.Redacted()
+	if err != nil {
+		t.Fatal(err)
+	}
+	whole, err := c.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := string(whole)
+	for i, text := range []string{a, b} {
+		want = strings.Replace(want, "- "+text+"\n", "- \""+c.Cluster.Keyring[i].ID()+"\"\n", 1)
+	}
+	if got := string(shown); got != want || strings.Contains(got, a) || strings.Contains(got, b) {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	if _, err := Parse("shown.yaml", shown); err == nil || !strings.Contains(err.Error(), "id of a key") {
+		t.Errorf("parse what was shown: %v, want that an id is no key", err)
+	}
+	c = load(t, minimal)
+	shown, err = c.Redacted()
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := Parse("shown.yaml", shown)
+	if err != nil || again.Validate() != nil {
+		t.Errorf("without a keyring what is shown is a configuration: %v\n%s", err, shown)
+	}
+}
+
+// Members compare their rings by these ids: they are part of the protocol.
+func TestKeyIDIsFixed(t *testing.T) {
+	counted := make(Key, KeyBytes)
+	for i := range counted {
+		counted[i] = byte(i)
+	}
+	for want, k := range map[string]Key{"ba773285f758e374": make(Key, KeyBytes), "5c8ed05f07ec7e31": counted} {
+		if got := k.ID(); got != want {
+			t.Errorf("id %s, want %s", got, want)
 		}
 	}
 }

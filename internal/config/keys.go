@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 )
 
 // maxList bounds the elements of any list.
@@ -166,6 +168,12 @@ func setText(v reflect.Value, text string) error {
 	case encoding.TextUnmarshaler:
 		return p.UnmarshalText([]byte(text))
 	case *string:
+		switch {
+		case strings.Contains(text, "-----BEGIN"):
+			return errPEM
+		case !utf8.ValidString(text), strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }):
+			return errors.New("has what cannot be printed")
+		}
 		*p = text
 	case *int:
 		n, err := strconv.Atoi(text)
@@ -185,11 +193,15 @@ func setText(v reflect.Value, text string) error {
 	return nil
 }
 
+// errPEM stands for a text that may be a private key.
+var errPEM = errors.New("is PEM itself; want the path of a file that holds it")
+
 // problem says what is wrong with the text of a value.
 func problem(key, text string, err error) string {
-	switch key {
-	case secret:
+	if key == secret || errors.Is(err, errPEM) {
 		return err.Error()
+	}
+	switch key {
 	case "node.bind", "node.advertise", "telemetry.bind":
 		return fmt.Sprintf("%.80q is not an IP address, such as 192.0.2.7 or fd00::7", text)
 	}

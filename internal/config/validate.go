@@ -1,6 +1,7 @@
 package config
 
 import (
+	"bytes"
 	"errors"
 	"net/netip"
 	"os"
@@ -253,8 +254,13 @@ func (v *validation) cluster() {
 	c := v.config.Cluster
 	v.name("cluster.name", c.Name)
 	for _, seed := range c.Join {
-		if !hostPort(seed) {
+		if !HostPort(seed) {
 			v.wrong("cluster.join", "%.80q is not host:port, such as 192.0.2.7:7900 or [fd00::7]:7900", seed)
+		}
+	}
+	for i, k := range c.Keyring {
+		if slices.ContainsFunc(c.Keyring[:i], func(other Key) bool { return bytes.Equal(k, other) }) {
+			v.wrong("cluster.keyring", "the key with the id %s stands twice", k.ID())
 		}
 	}
 	v.oneOf("cluster.preset", c.Preset, "default", "fast")
@@ -275,15 +281,28 @@ func (v *validation) security() {
 		v.wrong("security.peers", "needs security.certificate, key, and ca: without them nobody's name is proved")
 	}
 	for _, p := range s.Peers {
-		if _, err := path.Match(p, ""); err != nil || p == "" {
-			v.wrong("security.peers", "%.80q is no pattern; want a node's name, in which * stands for any characters", p)
+		if !namePattern(p) {
+			v.wrong("security.peers", "%.80q is no pattern of nodes' names; want names, in which * stands for any characters", p)
 		}
 	}
 }
 
-// hostPort tells whether s is a host's name or address, and a port. It looks
+// namePattern tells whether [path.Match] understands a pattern, and a name can
+// match it: whoever lets in "a b" lets in nobody.
+func namePattern(p string) bool {
+	_, err := path.Match(p, "")
+	plain := strings.Map(func(r rune) rune {
+		if strings.ContainsRune(`*?[]^\`, r) {
+			return '-'
+		}
+		return r
+	}, p)
+	return err == nil && id.Node(plain).Validate() == nil
+}
+
+// HostPort tells whether s is a host's name or address, and a port. It looks
 // nothing up.
-func hostPort(s string) bool {
+func HostPort(s string) bool {
 	if at, err := netip.ParseAddrPort(s); err == nil {
 		return at.Port() != 0
 	}

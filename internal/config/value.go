@@ -1,7 +1,9 @@
 package config
 
 import (
+	"crypto/sha256"
 	"encoding/base64"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"math"
@@ -115,7 +117,10 @@ type Key []byte
 // UnmarshalText reads base64.
 func (k *Key) UnmarshalText(b []byte) error {
 	raw, err := base64.StdEncoding.DecodeString(string(b))
+	_, notHex := hex.DecodeString(string(b))
 	switch {
+	case len(b) == 2*idBytes && notHex == nil:
+		return errors.New("is the id of a key; want the key itself, 32 bytes in base64")
 	case err != nil:
 		return errors.New("key is not base64; make one with: head -c 32 /dev/urandom | base64")
 	case len(raw) != KeyBytes:
@@ -123,6 +128,16 @@ func (k *Key) UnmarshalText(b []byte) error {
 	}
 	*k = raw
 	return nil
+}
+
+// idBytes is how much of a hash names a key.
+const idBytes = 8
+
+// ID names the key without giving it away: the first 8 bytes, as hex digits, of
+// the SHA-256 of "kvferry gossip key" and the key.
+func (k Key) ID() string {
+	sum := sha256.Sum256(append([]byte("kvferry gossip key"), k...))
+	return hex.EncodeToString(sum[:idBytes])
 }
 
 // MarshalText writes base64: the key in the clear.

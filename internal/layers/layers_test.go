@@ -68,7 +68,7 @@ var fences = map[string]string{
 	"C":   "rdma cuda",
 	"net": "internal/node cluster api/client internal/localcluster internal/bench transfer/tcp transfer/shm transfer/rdmaread transfer/cudaipc",
 	// Addresses as values are for everybody.
-	"net/netip":                           "*",
+	"net/netip": "*",
 	// Who a peer is has one rule.
 	"crypto/tls":                          "internal/identity cluster transfer/tcp internal/node",
 	"testing":                             "transfer/transfertest",
