@@ -44,7 +44,11 @@ cluster.json (pid, start time, addresses, socket of each) lie in
 $XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME, or where
 that may not be written, in /tmp/kvferry-UID/local/NAME.
 
-A node's name, addresses, and paths are its own: --set does not set them.`,
+A node's name, addresses, and paths are its own: --set does not set them.
+
+With --secure every node has a certificate, and gossip a key, made for this
+cluster alone: certificate and key lie in the node's directory, what signed them
+is kept nowhere.`,
 		Example: `  kvferry local up --prefill 2 --decode 2 --layers 2
   kvferry local up --name big -c mine.yaml --set arena.pages=4GiB`,
 		Args: noArguments,
@@ -90,6 +94,7 @@ A node's name, addresses, and paths are its own: --set does not set them.`,
 	f.StringVar(&pages, "pages", "", "pages of each rank's arena, such as 1024 or 2GiB (default the configuration's)")
 	f.StringVarP(&o.Config, "config", "c", "", "what all nodes share (default configs/local.yaml, built in)")
 	f.StringArrayVar(&o.Set, "set", nil, "a key over the configuration's; may be repeated")
+	f.BoolVar(&o.Secure, "secure", false, "certificates for all nodes, and a key for gossip")
 	f.DurationVar(&o.Timeout, "timeout", 30*time.Second, "for the whole start")
 	return cmd
 }

@@ -18,6 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 )
 
 // root is a short path: sockets lie below it.
@@ -393,6 +395,96 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+// Every node proves its name, all have one key for gossip, and what made the
+// certificates is gone.
+func TestSecure(t *testing.T) {
+	dir := root(t)
+	o := options("security.peers=prefill-*,decode-*")
+	o.Secure = true
+	c := up(t, o)
+	check := func() (files map[string]string, keys []string) {
+		t.Helper()
+		files = map[string]string{}
+		if err := filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+			if err != nil || e.Type() == fs.ModeSocket {
+				return err
+			}
+			i, err := e.Info()
+			if err != nil {
+				return err
+			}
+			if e.IsDir() {
+				if i.Mode().Perm() != 0o700 {
+					t.Errorf("%s has mode %v, want 0700", path, i.Mode())
+				}
+				return nil
+			}
+			b, err := os.ReadFile(path)
+			files[path] = string(b)
+			if strings.Contains(string(b), "PRIVATE KEY") || strings.Contains(string(b), "keyring") {
+				keys = append(keys, strings.TrimPrefix(path, filepath.Join(dir, DefaultName)))
+				if i.Mode().Perm() != 0o600 {
+					t.Errorf("%s has mode %v, want 0600", path, i.Mode())
+				}
+			}
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return files, keys
+	}
+	before, keys := check()
+	if want := []string{
+		"/decode-0/config.yaml", "/decode-0/node.key", "/decode-1/config.yaml", "/decode-1/node.key", "/prefill-0/config.yaml", "/prefill-0/node.key",
+	}; !slices.Equal(keys, want) {
+		t.Errorf("keys lie in %v, want %v: nodes' own, and none of the authority", keys, want)
+	}
+	ids := map[string]bool{}
+	ca := map[string]bool{}
+	for _, n := range c.Nodes() {
+		conf, err := config.Load(n.Config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := conf.Security
+		if _, err := identity.Load(identity.Options{Node: id.Node(n.Node), Certificate: s.Certificate, Key: s.Key, CA: s.CA}); err != nil || !slices.Equal(s.Peers, []string{"prefill-*", "decode-*"}) {
+			t.Errorf("%s: %+v: %v", n.Node, s, err)
+		}
+		if len(conf.Cluster.Keyring) != 1 || len(conf.Cluster.Keyring[0]) != config.KeyBytes {
+			t.Fatalf("%s has %d keys", n.Node, len(conf.Cluster.Keyring))
+		}
+		ids[conf.Cluster.Keyring[0].ID()] = true
+		ca[before[s.CA]] = true
+	}
+	if zero := make(config.Key, config.KeyBytes).ID(); len(ids) != 1 || ids[zero] || len(ca) != 1 || ca[""] {
+		t.Errorf("keys %v and %d authorities, want one of each", ids, len(ca))
+	}
+
+	if err := c.Restart(deadline(t, 30*time.Second), "decode-0", true); err != nil {
+		t.Fatal(err)
+	}
+	after, _ := check()
+	for path, b := range before {
+		if strings.HasSuffix(path, ".pem") || strings.HasSuffix(path, ".key") {
+			if after[path] != b {
+				t.Errorf("%s has changed", path)
+			}
+		}
+	}
+	n, _ := c.Node("decode-0")
+	conf, err := config.Load(n.Config())
+	if err != nil || !conf.Security.On() || len(conf.Cluster.Keyring) != 1 || !ids[conf.Cluster.Keyring[0].ID()] {
+		t.Errorf("after a restart: %+v, %v", conf.Security, err)
+	}
+
+	o = options()
+	o.Name = "open"
+	conf, err = config.Load(up(t, o).Nodes()[0].Config())
+	if err != nil || conf.Security.On() || len(conf.Cluster.Keyring) != 0 {
+		t.Errorf("an open cluster has %+v and %d keys, %v", conf.Security, len(conf.Cluster.Keyring), err)
+	}
+}
+
 func TestUpRefuses(t *testing.T) {
 	for name, tt := range map[string]struct {
 		o    Options
@@ -409,6 +501,9 @@ func TestUpRefuses(t *testing.T) {
 		"a port":               {Options{Set: []string{"ports.http=80"}}, "of its own"},
 		"not loopback":         {Options{Set: []string{"node.bind=0.0.0.0"}}, "loopback"},
 		"an unknown key":       {Options{Set: []string{"arena.nosuch=1"}}, "nosuch"},
+		"a certificate":        {Options{Secure: true, Set: []string{"security.certificate=x"}}, "of its own"},
+		"a keyring":            {Options{Secure: true, Set: []string{"cluster.keyring="}}, "of its own"},
+		"peers nobody proves":  {Options{Set: []string{"security.peers=x"}}, "security.peers"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := root(t)
@@ -422,7 +517,7 @@ func TestUpRefuses(t *testing.T) {
 }
 
 func TestOwnKeysAreKeys(t *testing.T) {
-	for _, own := range OwnKeys() {
+	for _, own := range append(OwnKeys(), secretKeys()...) {
 		if !slices.ContainsFunc(config.Keys(), func(k string) bool { return k == own || strings.HasSuffix(own, ".") && strings.HasPrefix(k, own) }) {
 			t.Errorf("no key is %s", own)
 		}

@@ -21,6 +21,8 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 )
 
 // TestMain lets the test's binary be the agent that Up starts, and a process
@@ -66,6 +68,11 @@ func fakeAgent(file string) error {
 	c, err := config.Load(file)
 	if err != nil {
 		return err
+	}
+	if s := c.Security; s.On() {
+		if _, err := identity.Load(identity.Options{Node: id.Node(c.Node.Name), Certificate: s.Certificate, Key: s.Key, CA: s.CA, Peers: s.Peers}); err != nil {
+			return err
+		}
 	}
 	stop, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer cancel()

@@ -34,7 +34,8 @@ type Options struct {
 	// Config is the path of the configuration that all nodes share but for
 	// name, role, addresses, and paths; default configs/local.yaml, built in.
 	Config string
-	// Set are keys over that, each "arena.pages=1024"; none of [OwnKeys].
+	// Set are keys over that, each "arena.pages=1024"; none of [OwnKeys], nor of
+	// those that Secure sets.
 	Set []string
 	// Binary is the program to run as `BINARY agent -c FILE`; default this one.
 	Binary string
@@ -42,6 +43,9 @@ type Options struct {
 	Root string
 	// Timeout of the whole start; default 30 s.
 	Timeout time.Duration
+	// Secure gives every node a certificate of one authority, whose key is kept
+	// nowhere, and all of them a key for gossip.
+	Secure bool
 }
 
 // MaxNodes bounds a cluster on one machine.
@@ -58,11 +62,15 @@ func OwnKeys() []string {
 }
 
 // checkSet refuses what would be ignored.
-func checkSet(set []string) error {
-	for _, s := range set {
+func checkSet(o Options) error {
+	own := OwnKeys()
+	if o.Secure {
+		own = append(own, secretKeys()...)
+	}
+	for _, s := range o.Set {
 		key, value, _ := strings.Cut(s, "=")
-		for _, own := range OwnKeys() {
-			if key == own || strings.HasSuffix(own, ".") && strings.HasPrefix(key, own) {
+		for _, k := range own {
+			if key == k || strings.HasSuffix(k, ".") && strings.HasPrefix(key, k) {
 				return fmt.Errorf("%w: --set %s: every node of a local cluster gets a %s of its own", ErrOptions, s, key)
 			}
 		}
@@ -89,10 +97,14 @@ func Up(ctx context.Context, o Options) (*Cluster, error) {
 	if n := o.Prefill + o.Decode; o.Prefill < 0 || o.Decode < 0 || n > MaxNodes {
 		return nil, fmt.Errorf("start local cluster %q: %w: %d prefill and %d decode nodes: want at most %d in all", o.Name, ErrOptions, o.Prefill, o.Decode, MaxNodes)
 	}
-	if err := checkSet(o.Set); err != nil {
+	if err := checkSet(o); err != nil {
 		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
 	}
-	c, err := prepare(&o)
+	secrets, err := newSecrets(o)
+	if err != nil {
+		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
+	}
+	c, err := prepare(&o, secrets)
 	if err != nil {
 		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
 	}
@@ -106,7 +118,7 @@ func Up(ctx context.Context, o Options) (*Cluster, error) {
 	if err := c.clearStale(); err != nil {
 		return nil, fmt.Errorf("start local cluster %q: %w", o.Name, err)
 	}
-	if err := c.startAll(ctx, o); err != nil {
+	if err := c.startAll(ctx, o, secrets); err != nil {
 		// ctx may be what ended; the clean-up has deadlines of its own.
 		return nil, errors.Join(fmt.Errorf("start local cluster %q: %w", o.Name, err), c.tearDown(context.WithoutCancel(ctx)))
 	}
@@ -114,7 +126,7 @@ func Up(ctx context.Context, o Options) (*Cluster, error) {
 }
 
 // prepare checks everything that can be checked before anything is made.
-func prepare(o *Options) (*Cluster, error) {
+func prepare(o *Options, secrets *secrets) (*Cluster, error) {
 	if o.Root == "" {
 		root, err := Root()
 		if err != nil {
@@ -134,7 +146,7 @@ func prepare(o *Options) (*Cluster, error) {
 		return nil, err
 	}
 	c := &Cluster{dir: dir, record: record{Name: o.Name, Binary: o.Binary}}
-	first, err := nodeConfig(*o, c.nodes(*o)[0], nil)
+	first, err := nodeConfig(*o, c.nodes(*o)[0], nil, secrets)
 	if err != nil {
 		return nil, err
 	}
@@ -194,7 +206,7 @@ func (c *Cluster) nodes(o Options) []Node {
 
 // startAll starts the seed, then all others at once, and waits until they have
 // found each other.
-func (c *Cluster) startAll(ctx context.Context, o Options) error {
+func (c *Cluster) startAll(ctx context.Context, o Options, secrets *secrets) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, fmt.Errorf("not up within %v", o.Timeout))
 	defer cancel()
 	nodes := c.nodes(o)
@@ -207,8 +219,11 @@ func (c *Cluster) startAll(ctx context.Context, o Options) error {
 		nodes = nodes[len(batch):]
 		started := make([]*start, 0, len(batch))
 		for _, n := range batch {
-			conf, err := nodeConfig(o, n, join)
+			conf, err := nodeConfig(o, n, join, secrets)
 			if err != nil {
+				return err
+			}
+			if err := secrets.issue(n); err != nil {
 				return err
 			}
 			s, err := c.start(n, conf)
@@ -230,7 +245,7 @@ func (c *Cluster) startAll(ctx context.Context, o Options) error {
 
 // nodeConfig is the configuration of one node: the shared one, and what is
 // its own.
-func nodeConfig(o Options, n Node, join []string) (*config.Config, error) {
+func nodeConfig(o Options, n Node, join []string, secrets *secrets) (*config.Config, error) {
 	name, raw := "configs/local.yaml", configs.Local()
 	if o.Config != "" {
 		name = o.Config
@@ -264,6 +279,7 @@ func nodeConfig(o Options, n Node, join []string) (*config.Config, error) {
 	c.Node.Socket = filepath.Join(n.Dir, "sock")
 	c.Ports = config.Ports{}
 	c.Cluster.Join = join
+	secrets.apply(n, c)
 	return c, c.Validate()
 }
 
