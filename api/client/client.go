@@ -9,8 +9,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"os"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -91,10 +93,7 @@ func Dial(path string) (*Client, error) {
 	var err error
 	c.conn, err = grpc.NewClient("passthrough:///"+path,
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithContextDialer(func(ctx context.Context, path string) (net.Conn, error) {
-			var d net.Dialer
-			return d.DialContext(ctx, "unix", path)
-		}),
+		grpc.WithContextDialer(dialUnix),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.DefaultConfig, MinConnectTimeout: connectTimeout}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxCallSendMsgSize(kvferrypb.MaxMessage)),
 		grpc.WithUnaryInterceptor(c.unary),
@@ -104,6 +103,24 @@ func Dial(path string) (*Client, error) {
 		return nil, fmt.Errorf("dial %s: %w", path, err)
 	}
 	return c, nil
+}
+
+func dialUnix(ctx context.Context, path string) (net.Conn, error) {
+	var d net.Dialer
+	return d.DialContext(ctx, "unix", path)
+}
+
+// unserved says that no process has the socket open: the kernel refuses at
+// once, which it does for no process that lives, however busy it is.
+func (c *Client) unserved(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	conn, err := dialUnix(ctx, c.socket)
+	if err == nil {
+		_ = conn.Close()
+		return false
+	}
+	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist)
 }
 
 // Admin is the admin service.

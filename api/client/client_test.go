@@ -17,6 +17,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/page"
 )
 
 // agent answers one call with an error.
@@ -196,4 +197,73 @@ func TestNobodyAnswers(t *testing.T) {
 			t.Errorf("Status = %v, want the context's end", err)
 		}
 	})
+}
+
+// engine takes sessions, whose Events streams it can break.
+type engine struct {
+	kvferrypb.UnimplementedEngineServer
+	streams chan context.CancelCauseFunc // of each stream that stands
+}
+
+func (e *engine) Open(context.Context, *kvferrypb.OpenRequest) (*kvferrypb.OpenResponse, error) {
+	return &kvferrypb.OpenResponse{Session: "s", Node: "n", Incarnation: 1, Geometry: kvferrypb.FromGeometry(page.Geometry{
+		Model: "m", WorldSize: 1,
+		Layout: page.Layout{Order: page.NHD, DType: page.BF16, Layers: 1, Pages: 2, PageSize: 1, Heads: 1, HeadDim: 1},
+	})}, nil
+}
+
+func (e *engine) Close(context.Context, *kvferrypb.CloseRequest) (*kvferrypb.CloseResponse, error) {
+	return &kvferrypb.CloseResponse{}, nil
+}
+
+func (e *engine) Events(s grpc.BidiStreamingServer[kvferrypb.EventsRequest, kvferrypb.Event]) error {
+	if err := s.Send(&kvferrypb.Event{Kind: kvferrypb.Event_OPENED}); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(s.Context())
+	defer cancel(nil)
+	e.streams <- cancel
+	<-ctx.Done()
+	return context.Cause(ctx)
+}
+
+// A session knows at once that its node's process has ended; while that lives,
+// a stream that broke is taken up again.
+func TestSessionIsLostWithItsNode(t *testing.T) {
+	path := socketPath(t)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.SetUnlinkOnClose(false) // a process that was killed leaves it
+	e := &engine{streams: make(chan context.CancelCauseFunc, 10)}
+	s := grpc.NewServer()
+	kvferrypb.RegisterEngineServer(s, e)
+	go s.Serve(l)
+	defer s.Stop()
+	c, err := client.Dial(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	session, err := c.Open(t.Context(), client.OpenOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	(<-e.streams)(status.Error(codes.Unavailable, "the stream breaks"))
+	select {
+	case <-e.streams: // again
+	case <-session.Lost():
+		t.Fatal("lost with the stream, the node lives")
+	}
+	s.Stop()
+	select {
+	case <-session.Lost():
+	case <-time.After(2 * time.Second): // not after a while of trying again
+		t.Fatal("not lost, and the node is gone")
+	}
+	if err := session.Close(); err != nil {
+		t.Errorf("Close of a lost session = %v", err)
+	}
 }

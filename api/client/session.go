@@ -22,6 +22,7 @@ import (
 type Session struct {
 	kvferrypb.EngineClient
 
+	client   *Client
 	life     id.Life
 	geometry page.Geometry
 	ranks    []id.Rank
@@ -64,6 +65,7 @@ func (c *Client) Open(ctx context.Context, o OpenOptions) (*Session, error) {
 	}
 	s := &Session{
 		EngineClient: kvferrypb.NewEngineClient(sessionConn{c.conn, res.GetSession()}),
+		client:       c,
 		life:         id.Life{Node: id.Node(res.GetNode()), Incarnation: id.Incarnation(res.GetIncarnation())},
 		geometry:     g,
 		onEvent:      o.OnEvent,
@@ -112,8 +114,7 @@ func (s *Session) Arena(ctx context.Context, rank id.Rank) (*memory.Region, erro
 	if err != nil {
 		return nil, err
 	}
-	var d net.Dialer
-	conn, err := d.DialContext(ctx, "unix", res.GetFdSocket())
+	conn, err := dialUnix(ctx, res.GetFdSocket())
 	if err != nil {
 		return nil, fmt.Errorf("open arena of rank %d: %w", rank, err)
 	}
@@ -186,7 +187,7 @@ func (s *Session) receiveEvents(ctx context.Context, opened chan<- error) {
 		}
 		// A node that lives takes the stream again within its grace; one that
 		// does not has lost the session with everything else.
-		if CodeOf(err) == kvferrypb.Failure_NO_SESSION || attempt >= 20 {
+		if CodeOf(err) == kvferrypb.Failure_NO_SESSION || s.client.unserved(ctx) || attempt >= 20 {
 			return
 		}
 		t := time.NewTimer(250 * time.Millisecond)

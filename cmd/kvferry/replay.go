@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 func newReplay(t *target) *cobra.Command {
 	o := replay.Options{}
 	var limit int
+	var expectFailures bool
 	var output *format
 	cmd := &cobra.Command{
 		Use:   "replay TRACE",
@@ -21,10 +23,16 @@ func newReplay(t *target) *cobra.Command {
 trace in Mooncake's public format (one JSON object a line: timestamp,
 input_length, output_length, hash_ids), and check every byte that crosses.
 
-Exit code 0 only if every request was ready and every byte was right, 4 if
-bytes were wrong or missing.`,
+Nodes may die, drain, and come back at the same socket meanwhile: their requests
+end with a code, and others are given to the node as soon as it is back.
+
+Exit code 0 only if every request was ready, every byte was right, and nothing
+was left on the nodes, 4 if bytes were wrong or missing. With --expect-failures
+requests may also fail, if a node was lost during the run and their codes are
+such as that explains; the report says how.`,
 		Example: `  kvferry replay configs/traces/demo.jsonl
-  kvferry replay conversation_trace.jsonl --limit 300 -o json`,
+  kvferry replay conversation_trace.jsonl --limit 300 -o json
+  kvferry replay configs/traces/demo.jsonl --loop 10m --timeout 20s --expect-failures`,
 		Args: oneArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			switch {
@@ -42,6 +50,12 @@ bytes were wrong or missing.`,
 				return usage(cmd, "--decode-steps=%d: want -1 to %d", o.DecodeSteps, replay.MaxTokens)
 			case o.Timeout <= 0:
 				return usage(cmd, "--timeout=%v: want more than 0s", o.Timeout)
+			case o.Loop < 0:
+				return usage(cmd, "--loop=%v is negative", o.Loop)
+			case o.NodeWait <= 0:
+				return usage(cmd, "--node-wait=%v: want more than 0s", o.NodeWait)
+			case o.Settle <= 0:
+				return usage(cmd, "--settle=%v: want more than 0s", o.Settle)
 			}
 			requests, err := replay.ReadTraceFile(args[0], limit)
 			if err != nil {
@@ -62,15 +76,7 @@ bytes were wrong or missing.`,
 					return err
 				}
 			}
-			switch {
-			case err != nil:
-				return err
-			case report.Corrupt():
-				return fmt.Errorf("%w: %d of %d bytes verified, %d wrong, %d requests ready too early", errVerify, report.VerifiedBytes, report.Bytes, report.WrongBytes, report.Early)
-			case !report.OK:
-				return fmt.Errorf("%d of %d requests failed", report.Requests-report.Ready, report.Requests)
-			}
-			return nil
+			return verdict(report, err, expectFailures)
 		},
 	}
 	f := cmd.Flags()
@@ -81,9 +87,27 @@ bytes were wrong or missing.`,
 	f.IntVar(&o.ChunkTokens, "chunk", 512, "tokens of a prefill chunk, at most")
 	f.IntVar(&o.DecodeSteps, "decode-steps", 0, "tokens to decode after the prompt, at most; -1: none (default 8)")
 	f.DurationVar(&o.Timeout, "timeout", 2*time.Minute, "for one request")
+	f.DurationVar(&o.Loop, "loop", 0, "replay the trace again and again for so long (default once)")
+	f.BoolVar(&expectFailures, "expect-failures", false, "let requests fail for which a node that died or drained is the reason")
+	f.DurationVar(&o.NodeWait, "node-wait", 30*time.Second, "for a node of either role to be up, before requests fail for want of one")
+	f.DurationVar(&o.Settle, "settle", time.Minute, "at the end, for the publications of failed requests to run out")
 	f.StringArrayVar(&o.Prefill, "prefill", nil, "engine socket of a prefill node, instead of the local cluster's; may be repeated")
 	f.StringArrayVar(&o.Decode, "decode", nil, "engine socket of a decode node; may be repeated")
 	cmd.MarkFlagsRequiredTogether("prefill", "decode")
 	output = addFormat(cmd)
 	return cmd
+}
+
+// verdict is why a run is no success.
+func verdict(r *replay.Report, err error, expectFailures bool) error {
+	switch {
+	case r != nil && r.Corrupt(): // whatever else there is
+		return errors.Join(fmt.Errorf("%w: %d of %d bytes of the ready requests verified, %d wrong, %d requests ready too early", errVerify, r.VerifiedBytes, r.ReadyBytes, r.WrongBytes, r.Early), err)
+	case err != nil || r.OK:
+		return err
+	case !expectFailures && r.Ready < r.Requests:
+		return fmt.Errorf("%d of %d requests failed", r.Requests-r.Ready, r.Requests)
+	default:
+		return r.Unexplained()
+	}
 }

@@ -1,7 +1,6 @@
 package replay
 
 import (
-	"context"
 	"fmt"
 	"sync"
 
@@ -14,60 +13,56 @@ func pagesOf(r Request, labels, pageSize int) int {
 	return labels * page.Count(r.Input+r.Output, pageSize)
 }
 
-// admission is the pages that the started requests may come to hold, by node.
-// It has one waiter at a time, the one who starts requests in order. The zero
-// value is not useful; see newAdmission.
+// budget is the pages of one life of a node that started requests may come to
+// hold: the next life has all of them again.
+type budget struct {
+	total int
+	free  int // under the mutex of the admission
+}
+
+func newBudget(pages int) *budget { return &budget{total: pages, free: pages} }
+
+// fits reports whether n pages can ever be had.
+func (b *budget) fits(n int) bool { return n <= b.total }
+
+// admission deals out the pages of budgets. It has one waiter at a time, the
+// one who starts requests in order. The zero value is not useful; see
+// newAdmission.
 type admission struct {
 	mu      sync.Mutex
-	free    []int
-	total   []int
-	changed chan struct{} // of size 1: that something was released
+	changed chan struct{} // of size 1: something was released, or a node came or went
 }
 
-// newAdmission takes the usable pages of every node.
-func newAdmission(pages []int) *admission {
-	return &admission{
-		free:    append([]int(nil), pages...),
-		total:   append([]int(nil), pages...),
-		changed: make(chan struct{}, 1),
-	}
+func newAdmission() *admission {
+	return &admission{changed: make(chan struct{}, 1)}
 }
 
-// fits reports whether n pages can ever be had on a node.
-func (a *admission) fits(node, n int) bool { return n <= a.total[node] }
-
-// wait takes n pages on both nodes, or none while it waits for them.
-func (a *admission) wait(ctx context.Context, first, second, n int) error {
-	for !a.take(first, second, n) {
-		select {
-		case <-a.changed:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
-	}
-	return nil
-}
-
-func (a *admission) take(first, second, n int) bool {
+// take takes n pages of both, or none.
+func (a *admission) take(first, second *budget, n int) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.free[first] < n || a.free[second] < n {
+	if first.free < n || second.free < n {
 		return false
 	}
-	a.free[first] -= n
-	a.free[second] -= n
+	first.free -= n
+	second.free -= n
 	return true
 }
 
-// release gives n pages of one node back.
-func (a *admission) release(node, n int) {
+// release gives n pages back.
+func (a *admission) release(b *budget, n int) {
 	a.mu.Lock()
-	a.free[node] += n
-	over := a.free[node] > a.total[node]
+	b.free += n
+	over := b.free > b.total
 	a.mu.Unlock()
 	if over {
-		panic(fmt.Sprintf("replay: node %d was given back more pages than it has", node))
+		panic(fmt.Sprintf("replay: a node was given back more pages than its %d", b.total))
 	}
+	a.wake()
+}
+
+// wake lets the waiter look again.
+func (a *admission) wake() {
 	select {
 	case a.changed <- struct{}{}:
 	default:

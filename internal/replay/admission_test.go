@@ -1,11 +1,7 @@
 package replay
 
 import (
-	"context"
-	"errors"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	"pgregory.net/rapid"
 )
@@ -25,7 +21,11 @@ func TestPagesOf(t *testing.T) {
 func TestAdmissionNeverOverbooks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		totals := rapid.SliceOfN(rapid.IntRange(1, 50), 2, 5).Draw(t, "totals")
-		a := newAdmission(totals)
+		a := newAdmission()
+		var nodes []*budget
+		for _, n := range totals {
+			nodes = append(nodes, newBudget(n))
+		}
 		free := append([]int(nil), totals...)
 		type held struct{ node, n int }
 		var started []held
@@ -35,14 +35,14 @@ func TestAdmissionNeverOverbooks(t *testing.T) {
 				second := (first + rapid.IntRange(1, len(totals)-1).Draw(t, "second")) % len(totals)
 				n := rapid.IntRange(1, 60).Draw(t, "n")
 				can := free[first] >= n && free[second] >= n
-				if got := a.take(first, second, n); got != can {
+				if got := a.take(nodes[first], nodes[second], n); got != can {
 					t.Fatalf("take %d of %d and %d = %v", n, free[first], free[second], got)
 				}
 				if can {
 					free[first] -= n
 					free[second] -= n
 					started = append(started, held{first, n}, held{second, n})
-				} else if a.fits(first, n) && a.fits(second, n) && len(started) == 0 {
+				} else if nodes[first].fits(n) && nodes[second].fits(n) && len(started) == 0 {
 					t.Fatal("an empty node refuses what fits")
 				}
 			},
@@ -53,13 +53,13 @@ func TestAdmissionNeverOverbooks(t *testing.T) {
 				i := rapid.IntRange(0, len(started)-1).Draw(t, "which")
 				h := started[i]
 				started = append(started[:i], started[i+1:]...)
-				a.release(h.node, h.n)
+				a.release(nodes[h.node], h.n)
 				free[h.node] += h.n
 			},
 			"": func(t *rapid.T) {
-				for i, f := range a.free {
-					if f != free[i] || f < 0 || f > totals[i] {
-						t.Fatalf("node %d has %d free pages of %d, want %d", i, f, totals[i], free[i])
+				for i, n := range nodes {
+					if n.free != free[i] || n.free < 0 || n.free > totals[i] {
+						t.Fatalf("node %d has %d free pages of %d, want %d", i, n.free, totals[i], free[i])
 					}
 				}
 			},
@@ -67,33 +67,28 @@ func TestAdmissionNeverOverbooks(t *testing.T) {
 	})
 }
 
-func TestAdmissionWaits(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		a := newAdmission([]int{10, 10})
-		if err := a.wait(t.Context(), 0, 1, 8); err != nil {
-			t.Fatal(err)
-		}
-		done := make(chan error, 1)
-		go func() { done <- a.wait(t.Context(), 0, 1, 5) }()
-		synctest.Wait()
-		a.release(0, 8)
-		synctest.Wait()
-		select {
-		case <-done:
-			t.Fatal("started with pages on one node only")
-		default:
-		}
-		if a.free[0] != 10 {
-			t.Fatalf("a waiting request holds %d pages", 10-a.free[0])
-		}
-		a.release(1, 8)
-		if err := <-done; err != nil {
-			t.Fatal(err)
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		if err := a.wait(ctx, 0, 1, 6); !errors.Is(err, context.DeadlineExceeded) {
-			t.Fatalf("wait = %v, want the end of its context", err)
-		}
-	})
+// Whoever waits is woken by every release, also by one that came before it
+// waited.
+func TestReleaseWakes(t *testing.T) {
+	a := newAdmission()
+	first, second := newBudget(10), newBudget(10)
+	if !a.take(first, second, 8) || a.take(first, second, 3) {
+		t.Fatal("8 of 10 pages were refused, or 11 given")
+	}
+	a.release(first, 8)
+	<-a.changed
+	if a.take(first, second, 5) || first.free != 10 {
+		t.Fatalf("pages of one node alone were given: %d are free", first.free)
+	}
+	a.release(second, 8)
+	a.release(second, 0)
+	<-a.changed
+	if !a.take(first, second, 5) {
+		t.Error("pages that are free were refused")
+	}
+	select {
+	case <-a.changed:
+		t.Error("woken twice by what one look sees")
+	default:
+	}
 }

@@ -14,31 +14,34 @@ import (
 )
 
 // doDecode takes the prompt's KV as it is published, checks every byte of it,
-// decodes, and looks at everything again before it removes the request.
-func (j *job) doDecode(ctx context.Context) error {
+// decodes, and looks at everything again before it removes the request. As long
+// as it knows of no publication it ends with offered, too.
+func (j *job) doDecode(ctx, offered context.Context) error {
 	if err := j.ingest(ctx, j.decode); err != nil {
 		return err
 	}
+	waiting, stop := with(ctx, offered)
+	defer stop()
 	reference := ""
 	if j.byReference {
 		select {
 		case reference = <-j.reference:
-		case <-ctx.Done():
-			return context.Cause(ctx)
+			waiting = ctx
+		case <-waiting.Done():
+			return context.Cause(waiting)
 		}
 	}
-	if err := j.retrievePart(ctx, reference); err != nil {
-		return err
+	if err := j.retrievePart(waiting, reference); err != nil {
+		return because(waiting, err)
 	}
 	if err := j.retrieveAll(ctx, reference); err != nil {
 		return err
 	}
-	verified, err := j.check(ctx, j.lengths(j.tokens), j.tokens)
-	if err != nil {
+	var err error
+	if j.verified, err = j.check(ctx, j.lengths(j.tokens), j.tokens); err != nil {
 		return err
 	}
-	j.decode.note(func(r *NodeReport) { r.Bytes += verified })
-	j.run.noteVerified(verified)
+	j.to.note(func(r *NodeReport) { r.Bytes += j.verified })
 	for i := range j.steps {
 		if err := j.decodeStep(ctx, j.tokens+i); err != nil {
 			return err
@@ -119,8 +122,9 @@ func (j *job) retrieve(ctx context.Context, reference string, minTokens int) (*k
 	if answer.GetReadiness() != kvferrypb.Readiness_READY {
 		return nil, failf(CodeWrongAnswer, "node answers %v to a call that waits until ready", answer.GetReadiness())
 	}
-	if owner := answer.GetOwner(); owner != string(j.prefill.node()) {
-		return nil, failf(CodeWrongAnswer, "request was read from %q, its owner is %s", owner, j.prefill.node())
+	owner := id.Life{Node: id.Node(answer.GetOwner()), Incarnation: id.Incarnation(answer.GetOwnerIncarnation())}
+	if owner != j.prefill.name() {
+		return nil, failf(CodeWrongAnswer, "request was read from %s, its owner is %s", owner, j.prefill.name())
 	}
 	return answer, nil
 }
@@ -129,23 +133,24 @@ func (j *job) retrieve(ctx context.Context, reference string, minTokens int) (*k
 // It learns where they lie from a step that adds nothing; lengths are those of
 // the whole streams.
 func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified int64, err error) {
-	e := j.decode
-	s, err := j.admit(ctx, e, 0)
+	d := j.decode
+	s, err := j.admit(ctx, d, 0)
 	if err != nil {
 		return 0, err
 	}
+	defer s.giveUp(ctx)
 	streams := make([][]page.Index, len(j.run.labels))
 	for i := range j.run.labels {
-		if streams[i], err = j.streamPages(e, s.plans[i], lengths[i]); err != nil {
+		if streams[i], err = d.streamPages(s.plans[i], lengths[i]); err != nil {
 			return 0, err
 		}
 	}
-	if _, err := e.session.Abort(ctx, &kvferrypb.AbortRequest{Step: s.token}); err != nil {
+	if err := s.abort(ctx); err != nil {
 		return 0, err
 	}
 	var first *mistake
 	for i, l := range j.run.labels {
-		for _, r := range e.ranks {
+		for _, r := range d.ranks {
 			looked, wrong, m := r.arena.check(j.request, l, r.id, streams[i], tokens)
 			verified += looked - wrong
 			if wrong > 0 {
@@ -164,15 +169,15 @@ func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified in
 
 // decodeStep generates one token of every stream.
 func (j *job) decodeStep(ctx context.Context, token int) error {
-	e := j.decode
-	s, err := j.admit(ctx, e, 1)
+	s, err := j.admit(ctx, j.decode, 1)
 	if err != nil {
 		return err
 	}
-	if _, err := j.write(e, s, token, 1); err != nil {
+	defer s.giveUp(ctx)
+	if _, err := j.write(s, token, 1); err != nil {
 		return err
 	}
-	answer, err := e.session.Commit(ctx, &kvferrypb.CommitRequest{Step: s.token})
+	answer, err := s.commit(ctx)
 	if err != nil {
 		return err
 	}

@@ -1,17 +1,25 @@
 package replay
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
+	"os"
+	"path"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
@@ -38,13 +46,28 @@ type lies struct {
 // fakeCluster is a handful of fake nodes in this process that pull from each other
 // by reading each other's memory. It is as simple as it can be: one lock.
 type fakeCluster struct {
+	id   int64 // of this process
 	lies lies
+	hold time.Duration // of a final publication; 0: for ever
+	// hook sees every call of an engine before the node does, and again after it,
+	// when the answer is not on its way yet. What it returns is the answer.
+	hook func(context.Context, fakeCall) error
 
 	mu      sync.Mutex
 	changed chan struct{} // closed and replaced at every change
 	nodes   map[string]*fakeNode
 	offers  map[string]*fakeOffer // publications by request
 	muted   func()                // told when a mute one is asked; may be nil
+	mapped  []string              // lives whose arenas engines had mapped when the next one was opened
+}
+
+// fakeCall is one call at one node.
+type fakeCall struct {
+	node    *fakeNode
+	method  string
+	request string // the first one that it names
+	after   bool
+	nth     int // of this method at this life
 }
 
 type fakeOffer struct {
@@ -52,8 +75,8 @@ type fakeOffer struct {
 	stream map[string][]page.Index
 	tokens int
 	final  bool
-	over   bool // its reader has it
-	limbo  bool // its request was removed before
+	ended  string // how; "": not yet
+	limbo  bool   // its request was removed before
 }
 
 type fakeStream struct {
@@ -61,72 +84,181 @@ type fakeStream struct {
 	tokens int
 }
 
+// fakeNode is one life of a node.
 type fakeNode struct {
 	kvferrypb.UnimplementedEngineServer
-	cluster  *fakeCluster
-	name     string
-	geometry page.Geometry
-	ranks    []id.Rank
-	regions  []*memory.Region
-	arenas   []arena
-	socket   string
-	server   *grpc.Server
-	fds      *net.UnixListener
-	work     sync.WaitGroup
+	kvferrypb.UnimplementedAdminServer
+	cluster     *fakeCluster
+	name        string
+	incarnation uint64
+	former      *fakeNode // the life before
+	atOpen      [][]byte  // of the former life's arenas, when this one was opened
+	geometry    page.Geometry
+	ranks       []id.Rank
+	regions     []*memory.Region
+	arenas      []arena
+	socket      string
+	server      *grpc.Server
+	fds         *net.UnixListener
+	work        sync.WaitGroup
 
+	// Under the cluster's lock.
+	dead     bool
+	calls    map[string]int
 	free     []page.Index
 	requests map[string]map[string]*fakeStream
+	ingested map[string]bool
 	steps    map[uint64][]*kvferrypb.Segment
 	lastStep uint64
 	events   chan *kvferrypb.Event
 }
 
-func newFakeCluster(l lies) *fakeCluster {
-	return &fakeCluster{lies: l, changed: make(chan struct{}), nodes: make(map[string]*fakeNode), offers: make(map[string]*fakeOffer)}
+var fakeClusters atomic.Int64
+
+func newFakeCluster(t *testing.T, l lies) *fakeCluster {
+	c := &fakeCluster{
+		id: fakeClusters.Add(1), lies: l, hold: 3 * time.Second, changed: make(chan struct{}),
+		nodes: make(map[string]*fakeNode), offers: make(map[string]*fakeOffer),
+	}
+	t.Cleanup(func() {
+		for _, n := range c.nodes {
+			n.kill()
+			n.work.Wait()
+			for ; n != nil; n = n.former {
+				for _, r := range n.regions {
+					r.Close()
+				}
+			}
+		}
+	})
+	return c
 }
 
 // start starts a node and returns its engine socket.
 func (c *fakeCluster) start(t *testing.T, name string, l page.Layout, ranks int) string {
 	t.Helper()
+	socket := filepath.Join(t.TempDir(), "s")
+	if err := c.begin(name, socket, 1, page.Geometry{Model: "m", WorldSize: ranks, Layout: l}); err != nil {
+		t.Fatal(err)
+	}
+	return socket
+}
+
+// restart kills a node if it lives, and starts its next life on the same socket.
+func (c *fakeCluster) restart(name string) error {
+	n := c.node(name)
+	n.kill()
+	n.work.Wait()
+	return c.begin(name, n.socket, n.incarnation+1, n.geometry)
+}
+
+func (c *fakeCluster) node(name string) *fakeNode {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.nodes[name]
+}
+
+// regionName tells apart all lives of all nodes of this process.
+func (n *fakeNode) regionName() string {
+	return fmt.Sprintf("fake-%d-%s-%d.", n.cluster.id, n.name, n.incarnation)
+}
+
+func (c *fakeCluster) begin(name, socket string, incarnation uint64, g page.Geometry) error {
 	n := &fakeNode{
-		cluster: c, name: name, socket: filepath.Join(t.TempDir(), "s"),
-		geometry: page.Geometry{Model: "m", WorldSize: ranks, Layout: l},
+		cluster: c, name: name, incarnation: incarnation, socket: socket, geometry: g,
+		former: c.node(name), calls: make(map[string]int), ingested: make(map[string]bool),
 		requests: make(map[string]map[string]*fakeStream), steps: make(map[uint64][]*kvferrypb.Segment),
 		events: make(chan *kvferrypb.Event, 1024),
 	}
-	for r := range ranks {
-		region, err := memory.New(name, l.Bytes())
+	for r := range g.WorldSize {
+		region, err := memory.New(n.regionName(), g.Layout.Bytes())
 		if err != nil {
-			t.Fatal(err)
+			return err
 		}
-		t.Cleanup(func() { region.Close() })
-		a, err := newArena(region.Bytes(), l)
+		a, err := newArena(region.Bytes(), g.Layout)
 		if err != nil {
-			t.Fatal(err)
+			return err
 		}
 		n.ranks, n.regions, n.arenas = append(n.ranks, id.Rank(r)), append(n.regions, region), append(n.arenas, a)
 	}
-	for p := l.Pages - 1; p > 0; p-- {
+	for p := g.Layout.Pages - 1; p > 0; p-- {
 		n.free = append(n.free, page.Index(p))
 	}
-	listener, err := net.Listen("unix", n.socket)
+	for _, path := range []string{socket, socket + ".fd"} {
+		_ = os.Remove(path) // a killed process leaves them
+	}
+	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: socket, Net: "unix"})
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
-	if n.fds, err = net.ListenUnix("unix", &net.UnixAddr{Name: n.socket + ".fd", Net: "unix"}); err != nil {
-		t.Fatal(err)
+	listener.SetUnlinkOnClose(false)
+	if n.fds, err = net.ListenUnix("unix", &net.UnixAddr{Name: socket + ".fd", Net: "unix"}); err != nil {
+		return err
 	}
-	n.server = grpc.NewServer()
+	n.server = grpc.NewServer(grpc.UnaryInterceptor(n.intercept))
 	kvferrypb.RegisterEngineServer(n.server, n)
+	kvferrypb.RegisterAdminServer(n.server, n)
 	n.work.Go(func() { _ = n.server.Serve(listener) })
 	n.work.Go(n.sendFiles)
-	t.Cleanup(func() {
-		n.server.Stop()
-		n.fds.Close()
-		n.work.Wait()
-	})
+	c.mu.Lock()
 	c.nodes[name] = n
-	return n.socket
+	c.mu.Unlock()
+	return nil
+}
+
+// kill ends a life as SIGKILL does: no call is answered any more.
+func (n *fakeNode) kill() {
+	n.server.Stop()
+	n.fds.Close()
+	defer n.lock()()
+	n.dead = true
+}
+
+// session is the token of this life's only session.
+func (n *fakeNode) session() string { return fmt.Sprint("session ", n.incarnation) }
+
+func (n *fakeNode) authorize(ctx context.Context) error {
+	md, _ := metadata.FromIncomingContext(ctx)
+	if token := md.Get(kvferrypb.SessionKey); len(token) != 1 || token[0] != n.session() {
+		return refusal(kvferrypb.Failure_NO_SESSION, "no such session")
+	}
+	return nil
+}
+
+func (n *fakeNode) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (any, error) {
+	call := fakeCall{node: n, method: path.Base(info.FullMethod)}
+	if strings.Contains(info.FullMethod, ".Engine/") && call.method != "Open" {
+		if err := n.authorize(ctx); err != nil {
+			return nil, err
+		}
+	}
+	switch r := req.(type) {
+	case *kvferrypb.AdmitRequest:
+		call.request = r.GetSegments()[0].GetRequest()
+	case *kvferrypb.CommitRequest:
+		if len(r.GetPublish()) > 0 {
+			call.request = r.GetPublish()[0].GetRequest()
+		}
+	case interface{ GetRequest() string }:
+		call.request = r.GetRequest()
+	}
+	n.cluster.mu.Lock()
+	call.nth = n.calls[call.method]
+	n.calls[call.method]++
+	hook := n.cluster.hook
+	n.cluster.mu.Unlock()
+	if hook == nil {
+		return handle(ctx, req)
+	}
+	if err := hook(ctx, call); err != nil {
+		return nil, err
+	}
+	answer, err := handle(ctx, req)
+	call.after = true
+	if hooked := hook(ctx, call); hooked != nil {
+		return nil, hooked
+	}
+	return answer, err
 }
 
 // sendFiles gives the arena of the rank that the token's first byte names.
@@ -142,6 +274,15 @@ func (n *fakeNode) sendFiles() {
 		}
 		conn.Close()
 	}
+}
+
+// mappings counts the mappings of an arena in this process.
+func mappings(n *fakeNode) int {
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		panic(err)
+	}
+	return bytes.Count(maps, []byte(n.regionName()))
 }
 
 func refusal(code kvferrypb.Failure_Code, text string) error {
@@ -161,7 +302,16 @@ func (n *fakeNode) lock() func() {
 }
 
 func (n *fakeNode) Open(context.Context, *kvferrypb.OpenRequest) (*kvferrypb.OpenResponse, error) {
-	r := &kvferrypb.OpenResponse{Session: "s", Node: n.name, Incarnation: 1, Geometry: kvferrypb.FromGeometry(n.geometry)}
+	defer n.lock()()
+	if f := n.former; f != nil && n.atOpen == nil {
+		if mappings(f) > len(f.ranks) { // beside the node's own
+			n.cluster.mapped = append(n.cluster.mapped, f.regionName())
+		}
+		for _, r := range f.regions {
+			n.atOpen = append(n.atOpen, bytes.Clone(r.Bytes()))
+		}
+	}
+	r := &kvferrypb.OpenResponse{Session: n.session(), Node: n.name, Incarnation: n.incarnation, Geometry: kvferrypb.FromGeometry(n.geometry)}
 	for _, rank := range n.ranks {
 		r.Ranks = append(r.Ranks, uint32(rank))
 	}
@@ -179,6 +329,9 @@ func (n *fakeNode) Close(context.Context, *kvferrypb.CloseRequest) (*kvferrypb.C
 }
 
 func (n *fakeNode) Events(s grpc.BidiStreamingServer[kvferrypb.EventsRequest, kvferrypb.Event]) error {
+	if err := n.authorize(s.Context()); err != nil {
+		return err
+	}
 	if err := s.Send(&kvferrypb.Event{Kind: kvferrypb.Event_OPENED}); err != nil {
 		return err
 	}
@@ -196,6 +349,10 @@ func (n *fakeNode) Events(s grpc.BidiStreamingServer[kvferrypb.EventsRequest, kv
 
 func (n *fakeNode) Ingest(_ context.Context, r *kvferrypb.IngestRequest) (*kvferrypb.IngestResponse, error) {
 	defer n.lock()()
+	if n.ingested[r.GetRequest()] {
+		return nil, refusal(kvferrypb.Failure_INTERNAL, "request was here before")
+	}
+	n.ingested[r.GetRequest()] = true
 	streams := make(map[string]*fakeStream)
 	for _, l := range r.GetNeeded().GetLabels() {
 		streams[l] = &fakeStream{}
@@ -206,16 +363,42 @@ func (n *fakeNode) Ingest(_ context.Context, r *kvferrypb.IngestRequest) (*kvfer
 
 func (n *fakeNode) Remove(_ context.Context, r *kvferrypb.RemoveRequest) (*kvferrypb.RemoveResponse, error) {
 	defer n.lock()()
-	o := n.cluster.offers[r.GetRequest()]
-	if o != nil && o.owner == n && !o.over && !r.GetDiscard() {
-		o.limbo = true // what is published lives on
-	} else {
-		for _, s := range n.requests[r.GetRequest()] {
-			n.free = append(n.free, s.pages...)
-		}
+	streams, ok := n.requests[r.GetRequest()]
+	if !ok {
+		return &kvferrypb.RemoveResponse{}, nil
 	}
 	delete(n.requests, r.GetRequest())
+	o := n.cluster.offers[r.GetRequest()]
+	if o != nil && o.owner == n && o.ended == "" {
+		if o.limbo = true; o.final && !r.GetDiscard() {
+			return &kvferrypb.RemoveResponse{}, nil // what is published lives on
+		}
+		// All of it, also what was admitted since.
+		o.stream = make(map[string][]page.Index)
+		for label, s := range streams {
+			o.stream[label] = s.pages
+		}
+		o.end(r.GetRequest(), "revoked")
+		return &kvferrypb.RemoveResponse{}, nil
+	}
+	for _, s := range streams {
+		n.free = append(n.free, s.pages...)
+	}
 	return &kvferrypb.RemoveResponse{}, nil
+}
+
+// end ends a publication; the lock is held.
+func (o *fakeOffer) end(request, how string) {
+	if o.ended != "" {
+		return
+	}
+	o.ended = how
+	if o.limbo {
+		for _, pages := range o.stream {
+			o.owner.free = append(o.owner.free, pages...)
+		}
+	}
+	o.owner.events <- &kvferrypb.Event{Sequence: 1, Kind: kvferrypb.Event_RELEASED, Request: request, Outcome: how}
 }
 
 func (n *fakeNode) Cancel(context.Context, *kvferrypb.CancelRequest) (*kvferrypb.CancelResponse, error) {
@@ -282,7 +465,9 @@ func (n *fakeNode) Abort(_ context.Context, r *kvferrypb.AbortRequest) (*kvferry
 func (n *fakeNode) Commit(_ context.Context, r *kvferrypb.CommitRequest) (*kvferrypb.CommitResponse, error) {
 	defer n.lock()()
 	out := &kvferrypb.CommitResponse{}
-	for _, g := range n.steps[r.GetStep()] {
+	segments := n.steps[r.GetStep()]
+	delete(n.steps, r.GetStep())
+	for _, g := range segments {
 		s := n.requests[g.GetRequest()][g.GetLabel()]
 		if s == nil { // removed meanwhile
 			out.Missing = append(out.Missing, g.GetRequest())
@@ -293,12 +478,17 @@ func (n *fakeNode) Commit(_ context.Context, r *kvferrypb.CommitRequest) (*kvfer
 			n.arenas[0].bytes[n.arenas[0].at(1, s.pages[0], 0, 0, 0)] ^= 1
 		}
 	}
-	delete(n.steps, r.GetStep())
 	for _, p := range r.GetPublish() {
 		o := n.cluster.offers[p.GetRequest()]
 		if o == nil {
 			o = &fakeOffer{owner: n}
 			n.cluster.offers[p.GetRequest()] = o
+		}
+		if hold := n.cluster.hold; p.GetFinal() && hold > 0 {
+			time.AfterFunc(hold, func() {
+				defer n.lock()()
+				o.end(p.GetRequest(), "expired")
+			})
 		}
 		o.final, o.stream = p.GetFinal(), make(map[string][]page.Index)
 		for label, s := range n.requests[p.GetRequest()] {
@@ -318,6 +508,9 @@ func (n *fakeNode) AdmitRetrieve(ctx context.Context, r *kvferrypb.AdmitRetrieve
 		c.mu.Lock()
 		changed := c.changed
 		answer, err := n.pull(r)
+		if n.dead {
+			answer, err = nil, status.FromContextError(context.Canceled).Err()
+		}
 		c.mu.Unlock()
 		if err != nil || answer != nil {
 			return answer, err
@@ -337,6 +530,16 @@ func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetr
 		return nil, refusal(lies.fail, "so it goes")
 	}
 	o := n.cluster.offers[r.GetRequest()]
+	if o != nil {
+		switch {
+		case o.owner.dead && o.ended != "acknowledged":
+			return nil, refusal(kvferrypb.Failure_OWNER_LOST, "its owner is dead")
+		case o.ended == "revoked":
+			return nil, refusal(kvferrypb.Failure_REVOKED, "taken back")
+		case o.ended == "expired":
+			return nil, refusal(kvferrypb.Failure_EXPIRED, "too late")
+		}
+	}
 	if lies.mute && n.cluster.muted != nil {
 		n.cluster.muted()
 	}
@@ -347,7 +550,7 @@ func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetr
 	if lies.stale && o.final {
 		tokens = n.requests[r.GetRequest()][string(id.Main)].tokens
 	}
-	out := &kvferrypb.AdmitRetrieveResponse{Readiness: kvferrypb.Readiness_READY, Owner: o.owner.name, Transport: "memory"}
+	out := &kvferrypb.AdmitRetrieveResponse{Readiness: kvferrypb.Readiness_READY, Owner: o.owner.name, OwnerIncarnation: o.owner.incarnation, Transport: "memory"}
 	size := n.geometry.Layout.PageSize
 	for label, s := range n.requests[r.GetRequest()] {
 		if !n.reserve(s, o.tokens) {
@@ -374,14 +577,50 @@ func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetr
 	if !ready {
 		return nil, nil
 	}
-	if o.final && !o.over && !lies.forget {
-		o.over = true
-		if o.limbo {
-			for _, pages := range o.stream {
-				o.owner.free = append(o.owner.free, pages...)
-			}
+	if o.final && !lies.forget {
+		o.end(r.GetRequest(), "acknowledged")
+	}
+	return out, nil
+}
+
+func (n *fakeNode) counts() *kvferrypb.PageCounts {
+	pages, free := n.geometry.Layout.Pages, len(n.free)
+	return &kvferrypb.PageCounts{Total: uint32(pages), Free: uint32(free), Owned: uint32(max(0, pages-1-free)), Sink: 1}
+}
+
+func (n *fakeNode) Arena(context.Context, *kvferrypb.ArenaRequest) (*kvferrypb.ArenaResponse, error) {
+	defer n.lock()()
+	out := &kvferrypb.ArenaResponse{Pages: n.counts()}
+	for request, streams := range n.requests {
+		for label, s := range streams {
+			out.Items = append(out.Items, &kvferrypb.ArenaResponse_Stream{Request: request, Label: label, Pages: uint32(len(s.pages)), State: "idle"})
 		}
-		o.owner.events <- &kvferrypb.Event{Sequence: 1, Kind: kvferrypb.Event_RELEASED, Request: r.GetRequest(), Outcome: "acknowledged"}
+	}
+	return out, nil
+}
+
+func (n *fakeNode) Publications(context.Context, *kvferrypb.PublicationsRequest) (*kvferrypb.PublicationsResponse, error) {
+	defer n.lock()()
+	out := &kvferrypb.PublicationsResponse{}
+	for request, o := range n.cluster.offers {
+		if o.owner == n && o.ended == "" {
+			out.Items = append(out.Items, &kvferrypb.PublicationItem{Request: request, Final: o.final, State: "open"})
+		}
+	}
+	return out, nil
+}
+
+func (n *fakeNode) Retrievals(context.Context, *kvferrypb.RetrievalsRequest) (*kvferrypb.RetrievalsResponse, error) {
+	return &kvferrypb.RetrievalsResponse{}, nil
+}
+
+func (n *fakeNode) Status(context.Context, *kvferrypb.StatusRequest) (*kvferrypb.StatusResponse, error) {
+	defer n.lock()()
+	out := &kvferrypb.StatusResponse{Pages: n.counts(), Requests: uint32(len(n.requests))}
+	for _, o := range n.cluster.offers {
+		if o.owner == n && o.ended == "" {
+			out.Publications++
+		}
 	}
 	return out, nil
 }

@@ -47,46 +47,46 @@ func Publish(ctx context.Context, o PublishOptions) (p Published, err error) {
 	if o.Tokens < 1 || o.Tokens > MaxTokens || o.Chunks < 1 || o.Chunks > o.Tokens {
 		return p, fmt.Errorf("publish %s: %d tokens in %d chunks: want 1 to %d tokens, and a token in each chunk", o.Request, o.Tokens, o.Chunks, MaxTokens)
 	}
-	e, err := openEngine(ctx, o.Socket, "prefill", 0)
+	n, err := openLife(ctx, o.Socket, "prefill")
 	if err != nil {
 		return p, err
 	}
 	// The end of the session removes what a failure left.
-	defer func() { err = errors.Join(err, e.close()) }()
-	if l := e.layout(); page.Count(o.Tokens, l.PageSize) >= l.Pages {
+	defer func() { err = errors.Join(err, n.close()) }()
+	if l := n.layout(); page.Count(o.Tokens, l.PageSize) >= l.Pages {
 		return p, fmt.Errorf("publish %s: %d tokens need %d pages of %d, node %s has %d (give it more pages: arena.pages)",
-			o.Request, o.Tokens, page.Count(o.Tokens, l.PageSize), l.PageSize, e.node(), l.Pages-1)
+			o.Request, o.Tokens, page.Count(o.Tokens, l.PageSize), l.PageSize, n.node(), l.Pages-1)
 	}
-	p.Owner, p.Incarnation = e.session.Life().Node, e.session.Life().Incarnation
+	p.Owner, p.Incarnation = n.session.Life().Node, n.session.Life().Incarnation
 	j := byHand(o.Request)
-	if err := j.ingest(ctx, e); err != nil {
+	if err := j.ingest(ctx, n); err != nil {
 		return p, err
 	}
 	for i := range o.Chunks {
 		from, to := i*o.Tokens/o.Chunks, (i+1)*o.Tokens/o.Chunks
-		s, err := j.admit(ctx, e, to-from)
+		s, err := j.admit(ctx, n, to-from)
 		if err != nil {
 			return p, err
 		}
-		n, err := j.write(e, s, from, to-from)
+		written, err := j.write(s, from, to-from)
 		if err != nil {
 			return p, err
 		}
-		p.Bytes += n
+		p.Bytes += written
 		offer := &kvferrypb.PublishRequest{Request: string(o.Request), Target: string(o.Target), Readers: uint32(o.Readers), Final: to == o.Tokens}
 		if o.Hold > 0 {
 			offer.Hold = durationpb.New(o.Hold)
 		}
-		if _, err := e.session.Commit(ctx, &kvferrypb.CommitRequest{Step: s.token}); err != nil {
+		if _, err := s.commit(ctx); err != nil {
 			return p, err
 		}
-		answer, err := e.session.Publish(ctx, offer)
+		answer, err := n.session.Publish(ctx, offer)
 		if err != nil {
 			return p, err
 		}
 		p.Tokens, p.Reference, p.Publication = to, answer.GetReference(), answer.GetPublication()
 	}
-	_, err = e.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(o.Request)})
+	_, err = n.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(o.Request)})
 	return p, err
 }
 
@@ -115,18 +115,18 @@ type Retrieved struct {
 // Retrieve does what the decode side of a Run does with one request, and
 // removes it. The error wraps ErrWrongBytes if they were not those of Publish.
 func Retrieve(ctx context.Context, o RetrieveOptions) (r Retrieved, err error) {
-	e, err := openEngine(ctx, o.Socket, "decode", 0)
+	n, err := openLife(ctx, o.Socket, "decode")
 	if err != nil {
 		return r, err
 	}
-	defer func() { err = errors.Join(err, e.close()) }()
+	defer func() { err = errors.Join(err, n.close()) }()
 	j := byHand(o.Request)
-	j.decode = e
-	if err := j.ingest(ctx, e); err != nil {
+	j.decode = n
+	if err := j.ingest(ctx, n); err != nil {
 		return r, err
 	}
 	begin := time.Now()
-	answer, err := e.session.AdmitRetrieve(ctx, &kvferrypb.AdmitRetrieveRequest{
+	answer, err := n.session.AdmitRetrieve(ctx, &kvferrypb.AdmitRetrieveRequest{
 		Request: string(o.Request), Reference: o.Reference, MinTokens: uint32(o.MinTokens), Wait: durationpb.New(o.Wait),
 	})
 	r.Seconds = time.Since(begin).Seconds()
@@ -150,7 +150,7 @@ func Retrieve(ctx context.Context, o RetrieveOptions) (r Retrieved, err error) {
 			return r, err
 		}
 	}
-	_, err = e.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(o.Request)})
+	_, err = n.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(o.Request)})
 	return r, err
 }
 

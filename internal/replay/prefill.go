@@ -11,8 +11,8 @@ import (
 // removes the request as soon as the final publication is out: that one lives
 // on until its reader has it.
 func (j *job) doPrefill(ctx context.Context) error {
-	e := j.prefill
-	if err := j.ingest(ctx, e); err != nil {
+	l := j.prefill
+	if err := j.ingest(ctx, l); err != nil {
 		return err
 	}
 	for from := 0; from < j.tokens; {
@@ -22,21 +22,21 @@ func (j *job) doPrefill(ctx context.Context) error {
 		}
 		from += span
 	}
-	_, err := e.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(j.request)})
+	_, err := l.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(j.request)})
 	return err
 }
 
 func (j *job) prefillChunk(ctx context.Context, from, span int) error {
-	e := j.prefill
-	s, err := j.admit(ctx, e, span)
+	s, err := j.admit(ctx, j.prefill, span)
 	if err != nil {
 		return err
 	}
-	n, err := j.write(e, s, from, span)
+	defer s.giveUp(ctx)
+	n, err := j.write(s, from, span)
 	if err != nil {
 		return err
 	}
-	e.note(func(r *NodeReport) { r.Bytes += n })
+	j.from.note(func(r *NodeReport) { r.Bytes += n })
 	final := from+span == j.tokens
 	if final {
 		if err := pause(ctx, j.run.o.Pause); err != nil {
@@ -44,9 +44,7 @@ func (j *job) prefillChunk(ctx context.Context, from, span int) error {
 		}
 		j.final.Store(j.run.now())
 	}
-	answer, err := e.session.Commit(ctx, &kvferrypb.CommitRequest{Step: s.token, Publish: []*kvferrypb.PublishRequest{
-		{Request: string(j.request), Target: string(j.decode.node()), Final: final},
-	}})
+	answer, err := s.commit(ctx, &kvferrypb.PublishRequest{Request: string(j.request), Target: string(j.decode.node()), Final: final})
 	if err != nil {
 		return err
 	}
@@ -57,11 +55,12 @@ func (j *job) prefillChunk(ctx context.Context, from, span int) error {
 	if f := published.GetFailure(); f != nil {
 		return failf(f.GetCode().String(), "publish %d tokens: %s", from+span, f.GetMessage())
 	}
-	for _, l := range published.GetResponse().GetLengths() {
-		if int(l.GetTokens()) != from+span {
-			return failf(CodeWrongAnswer, "published %d tokens of label %s, want %d", l.GetTokens(), l.GetLabel(), from+span)
+	for _, length := range published.GetResponse().GetLengths() {
+		if int(length.GetTokens()) != from+span {
+			return failf(CodeWrongAnswer, "published %d tokens of label %s, want %d", length.GetTokens(), length.GetLabel(), from+span)
 		}
 	}
+	j.published = final
 	if from == 0 {
 		j.reference <- published.GetResponse().GetReference()
 	}

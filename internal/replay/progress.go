@@ -38,12 +38,11 @@ func startProgress(w io.Writer, r *run) *progress {
 	if isTerminal(w) {
 		period = barPeriod
 		p.bars = mpb.New(mpb.WithOutput(w), mpb.WithWidth(48), mpb.WithRefreshRate(barPeriod))
-		_, bytes := Expected(r.o.Requests, r.decode[0].layout().TokenBytes(), len(r.labels), len(r.decode[0].ranks))
-		p.bar = p.bars.AddBar(bytes,
+		p.bar = p.bars.AddBar(0, // what there is to do may grow
 			mpb.PrependDecorators(decor.Name("verified "), decor.CountersKibiByte("% .1f of % .1f")),
 			mpb.AppendDecorators(decor.Percentage(), decor.Any(func(decor.Statistics) string {
-				ready, failed, _ := r.counts()
-				return fmt.Sprintf("  %d of %d requests, %d failed", ready+failed, len(r.o.Requests), failed)
+				c := r.count()
+				return fmt.Sprintf("  %d of %d requests, %d failed", c.ended, c.requests, c.failed)
 			})),
 		)
 	}
@@ -60,12 +59,12 @@ func (p *progress) show(period time.Duration) {
 		case <-p.stop:
 			return
 		}
-		ready, failed, verified := p.run.counts()
+		c := p.run.count()
 		if p.bar != nil {
-			p.bar.SetCurrent(verified)
+			p.set(c)
 			continue
 		}
-		fmt.Fprintf(p.out, "%d of %d requests ended, %d failed, %s verified\n", ready+failed, len(p.run.o.Requests), failed, bytesText(verified))
+		fmt.Fprintf(p.out, "%d of %d requests ended, %d failed, %s verified\n", c.ended, c.requests, c.failed, bytesText(c.verified))
 	}
 }
 
@@ -79,16 +78,30 @@ func (p *progress) close() {
 	if p.bar == nil {
 		return
 	}
-	_, _, verified := p.run.counts()
-	p.bar.SetCurrent(verified)
-	p.bar.Abort(false) // completes nothing that is complete already
+	p.set(p.run.count())
+	p.bar.Abort(false)
 	p.bars.Wait()
 }
 
-func (r *run) counts() (ready, failed int, verified int64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.stats.ready, r.stats.failed, r.stats.verified
+func (p *progress) set(c counts) {
+	p.bar.SetTotal(c.bytes, false)
+	p.bar.SetCurrent(c.verified)
+}
+
+// counts is how far a run is.
+type counts struct {
+	requests, ended, failed int
+	bytes, verified         int64
+}
+
+func (r *run) count() (c counts) {
+	r.note(func(s *stats) {
+		c = counts{
+			requests: s.requests, ended: s.ready + s.failed, failed: s.failed,
+			bytes: r.bytes(s.tokens), verified: s.verified,
+		}
+	})
+	return c
 }
 
 func isTerminal(w io.Writer) bool {

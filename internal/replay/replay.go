@@ -21,6 +21,11 @@
 // all started ones on both of its nodes (admission.go), in the order of the
 // trace; until then it holds nothing anywhere. Its decode side asks for it at
 // once, and so holds its lease at the owner while it waits for the rest.
+//
+// Nodes may die and come back meanwhile. A request belongs to one life of each
+// of its nodes (life.go): with the life it ends, typed, and the engine looks for
+// the next life of its node (engine.go), to which other requests are given. What
+// such a node explains, and what nothing explains, is told apart (explained.go).
 package replay
 
 import (
@@ -40,6 +45,7 @@ import (
 
 	"github.com/HdrHistogram/hdrhistogram-go"
 
+	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
 )
 
@@ -71,6 +77,17 @@ type Options struct {
 	Pause time.Duration
 	// Timeout of one request from its start to its end; default 120 s.
 	Timeout time.Duration
+	// Loop replays the requests again and again, under new names, until it is
+	// over; the first time whole. Default 0: once.
+	Loop time.Duration
+	// NodeWait is how long a request waits for a node of either role to be up.
+	// Then it fails with [CodeNoNode], and so does the rest of the trace, of that
+	// time through it. Default 30 s.
+	NodeWait time.Duration
+	// Settle is how long, after the last request, the publications of failed
+	// ones may take to run out: the hold and the lease of the nodes, and some
+	// more. Default 60 s.
+	Settle time.Duration
 	// Progress gets a bar if it is a terminal, else a line now and then; nil:
 	// nothing.
 	Progress io.Writer
@@ -85,31 +102,51 @@ const (
 )
 
 // Run replays the requests and waits for all of them. Failures of requests are
-// in the report, see [Report.OK]; the error says why the run as a whole could
-// not be made (wrong options, a node that is not reachable or differs from the
-// others) or was ended (ctx), then with the report of what was done until
-// then. Run leaves no request and no session on a node that can be reached.
+// in the report, see [Report.OK] and [Report.Unexplained]; the error says why
+// the run as a whole could not be made (wrong options, a node that is not
+// reachable at the start, or differs from the others or from its former life)
+// or was ended (ctx), then with the report of what was done until then. Run
+// leaves no request and no session on a node that can be reached.
 func Run(ctx context.Context, o Options) (*Report, error) {
 	o, err := o.withDefaults()
 	if err != nil {
 		return nil, fmt.Errorf("replay: %w", err)
 	}
-	engines, err := openEngines(ctx, o.Prefill, o.Decode)
+	engines, k, err := openEngines(ctx, o.Prefill, o.Decode)
 	if err != nil {
 		return nil, fmt.Errorf("replay: %w", err)
 	}
-	r := newRun(o, engines)
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	r := newRun(o, engines, k, stop)
+	letGo := r.keepEngines(ctx)
 	show := startProgress(o.Progress, r)
 	err = r.replay(ctx)
 	show.close()
-	report := r.report()
-	if closed := closeEngines(engines); closed != nil {
-		r.log.Warn("sessions were not closed", "err", closed)
+	if err == nil {
+		r.lookForLeft(ctx)
 	}
+	letGo()
+	report := r.report() // with every loss
 	if err != nil {
 		return report, fmt.Errorf("replay: %w", err)
 	}
 	return report, nil
+}
+
+// keepEngines lets every engine hold on to its node, until the function that it
+// returns is called.
+func (r *run) keepEngines(ctx context.Context) (letGo func()) {
+	// The end of a run ends its requests first.
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	var kept sync.WaitGroup
+	for _, e := range r.engines() {
+		kept.Go(func() { e.keep(ctx, r) })
+	}
+	return func() {
+		cancel()
+		kept.Wait()
+	}
 }
 
 func (o Options) withDefaults() (Options, error) {
@@ -124,6 +161,8 @@ func (o Options) withDefaults() (Options, error) {
 		return o, fmt.Errorf("time scale %v is not in 0..%d", o.TimeScale, MaxTimeScale)
 	case o.Concurrency < 0 || o.ChunkTokens < 0 || o.Timeout < 0:
 		return o, fmt.Errorf("concurrency %d, chunk %d or timeout %v is negative", o.Concurrency, o.ChunkTokens, o.Timeout)
+	case o.Loop < 0 || o.NodeWait < 0 || o.Settle < 0:
+		return o, fmt.Errorf("loop %v, wait for nodes %v or time to settle %v is negative", o.Loop, o.NodeWait, o.Settle)
 	}
 	seen := make(map[string]bool)
 	for _, socket := range slices.Concat(o.Prefill, o.Decode) {
@@ -138,6 +177,8 @@ func (o Options) withDefaults() (Options, error) {
 	o.DecodeSteps = cmp.Or(o.DecodeSteps, 8)
 	o.Pause = cmp.Or(o.Pause, 10*time.Millisecond)
 	o.Timeout = cmp.Or(o.Timeout, 120*time.Second)
+	o.NodeWait = cmp.Or(o.NodeWait, 30*time.Second)
+	o.Settle = cmp.Or(o.Settle, 60*time.Second)
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -157,10 +198,12 @@ func Expected(requests []Request, tokenBytes int64, labels, ranks int) (tokens, 
 type run struct {
 	o         Options
 	log       *slog.Logger
-	name      string // in front of every request's name, so that no two runs meet
+	name      string                  // in front of every request's name, so that no two runs meet
+	stop      context.CancelCauseFunc // ends it
 	start     time.Time
 	prefill   []*engine
 	decode    []*engine
+	kind      kind // of all nodes
 	labels    []id.Label
 	admission *admission
 	retries   atomic.Int64
@@ -171,74 +214,198 @@ type run struct {
 
 // stats is what has happened so far.
 type stats struct {
-	ready, failed, early     int
-	verified, wrong, decoded int64
-	latency                  *hdrhistogram.Histogram // microseconds
-	byTransport              map[string]int64
-	releases                 map[string]int
-	failures                 failures
+	requests                int   // of the trace, and those begun of its repetitions
+	tokens, readyTokens     int64 // of their prompts
+	ready, failed, early    int
+	verified, wrong, decode int64
+	latency                 *hdrhistogram.Histogram // microseconds
+	byTransport             map[string]int64
+	releases                map[string]int
+	failures                failures
+	took                    time.Duration // until the last request ended
 }
 
-func newRun(o Options, engines []*engine) *run {
-	var usable []int
-	for _, e := range engines {
-		usable = append(usable, e.layout().Pages-1) // but the sink
-	}
-	return &run{
-		o: o, log: o.Logger, name: fmt.Sprintf("replay-%08x", rand.Uint32()), start: time.Now(),
-		prefill: engines[:len(o.Prefill)], decode: engines[len(o.Prefill):],
-		labels: labelNames(o.Labels), admission: newAdmission(usable),
+func newRun(o Options, engines []*engine, k kind, stop context.CancelCauseFunc) *run {
+	r := &run{
+		o: o, log: o.Logger, name: fmt.Sprintf("replay-%08x", rand.Uint32()), stop: stop, start: time.Now(),
+		prefill: engines[:len(o.Prefill)], decode: engines[len(o.Prefill):], kind: k,
+		labels: labelNames(o.Labels), admission: newAdmission(),
 		stats: stats{
 			latency:     hdrhistogram.New(1, int64(time.Hour/time.Microsecond), 3),
 			byTransport: make(map[string]int64), releases: make(map[string]int), failures: make(failures),
 		},
 	}
+	r.stats.requests = len(o.Requests)
+	r.stats.tokens, _ = Expected(o.Requests, 0, 0, 0)
+	return r
 }
 
-// replay starts the requests in the order of the trace and waits for all.
+func (r *run) engines() []*engine { return slices.Concat(r.prefill, r.decode) }
+
+// bytes are what so many tokens of prompts have on the decode nodes.
+func (r *run) bytes(tokens int64) int64 {
+	return tokens * r.kind.geometry.Layout.TokenBytes() * int64(len(r.labels)) * int64(len(r.kind.ranks))
+}
+
+// replay goes through the trace once, or until Loop is over, and waits for
+// everything that it has started.
 func (r *run) replay(ctx context.Context) error {
-	var work sync.WaitGroup
-	defer work.Wait()
-	places := make(chan struct{}, r.o.Concurrency)
-	for i := range r.o.Requests {
-		j := r.newJob(i)
-		if n := r.doesNotFit(j); n != nil {
-			r.finish(j, n)
+	w := &work{places: make(chan struct{}, r.o.Concurrency), over: make(chan struct{})}
+	giveUp := sync.OnceFunc(func() { close(w.over) })
+	var err error
+	for round := 0; err == nil; round++ {
+		var started int
+		started, err = r.replayOnce(ctx, w, round)
+		if r.loopIsOver() || started == 0 { // with nothing to start it would only spin
+			break
+		}
+	}
+	w.running.Wait()
+	r.note(func(s *stats) { s.took = time.Since(r.start) })
+	defer time.AfterFunc(r.o.Settle, giveUp).Stop()
+	w.jobs.Wait()
+	if err == nil && ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	return err
+}
+
+func (r *run) loopIsOver() bool { return time.Since(r.start) >= r.o.Loop }
+
+// work is what a run has started.
+type work struct {
+	places  chan struct{}  // of those that run
+	running sync.WaitGroup // until their requests have ended
+	jobs    sync.WaitGroup // until they have settled
+	over    chan struct{}  // closed when they may not settle any longer
+}
+
+// replayOnce starts the requests in the order of the trace and returns how many.
+func (r *run) replayOnce(ctx context.Context, w *work, round int) (started int, err error) {
+	begin := time.Now()
+	var nobody error // why the rest cannot start
+	for i, request := range r.o.Requests {
+		if round > 0 {
+			if r.loopIsOver() {
+				return started, nil
+			}
+			r.note(func(s *stats) { s.requests++; s.tokens += int64(request.Input) })
+		}
+		j := r.newJob(round*len(r.o.Requests)+i, request)
+		if nobody != nil {
+			r.finish(j, nobody)
 			continue
 		}
-		due := time.Duration(r.o.TimeScale * float64(r.o.Requests[i].Timestamp))
-		if err := pause(ctx, time.Until(r.start.Add(due))); err != nil {
-			return err
+		due := time.Duration(r.o.TimeScale * float64(request.Timestamp))
+		if err := pause(ctx, time.Until(begin.Add(due))); err != nil {
+			return started, err
 		}
 		select {
-		case places <- struct{}{}:
+		case w.places <- struct{}{}:
+		case <-ctx.Done():
+			return started, context.Cause(ctx)
+		}
+		err := r.assign(ctx, j)
+		if err == nil {
+			started++
+			r.begin(ctx, w, j)
+			continue
+		}
+		if ctx.Err() != nil {
+			return started, err
+		}
+		if codeOf(err) == CodeNoNode {
+			nobody = err
+		}
+		<-w.places
+		r.finish(j, err)
+	}
+	return started, nil
+}
+
+// begin starts a request that has its nodes and their pages.
+func (r *run) begin(ctx context.Context, w *work, j *job) {
+	w.running.Add(1)
+	w.jobs.Go(func() {
+		r.finish(j, j.do(ctx))
+		<-w.places
+		w.running.Done()
+		j.settle(ctx, w.over)
+	})
+}
+
+// newJob is the n-th request of the run.
+func (r *run) newJob(n int, request Request) *job {
+	return &job{
+		run: r, number: n, request: id.Request(fmt.Sprintf("%s-%d", r.name, n)),
+		tokens: request.Input, chunk: chunkTokens(request.Input, r.o.ChunkTokens),
+		steps:       max(0, min(r.o.DecodeSteps, request.Output)),
+		pages:       pagesOf(request, len(r.labels), r.kind.geometry.Layout.PageSize),
+		byReference: n%2 == 1, reference: make(chan string, 1),
+	}
+}
+
+// assign gives a job two nodes and its pages on them. The nodes are dealt out
+// over all pairs, in turn; for one that takes no requests the next one of its
+// role steps in. While one role has none it waits up to NodeWait.
+func (r *run) assign(ctx context.Context, j *job) error {
+	patience := time.NewTimer(r.o.NodeWait)
+	defer patience.Stop()
+	for {
+		missing := r.pick(j)
+		if missing == nil {
+			patience.Reset(r.o.NodeWait)
+			if err := r.doesNotFit(j); err != nil {
+				j.putBack()
+				return err
+			}
+			if r.admission.take(j.prefill.pages, j.decode.pages, j.pages) {
+				return nil
+			}
+			j.putBack()
+		}
+		select {
+		case <-r.admission.changed:
+		case <-patience.C:
+			if missing != nil {
+				return failf(CodeNoNode, "request %s: no %s node takes requests for %v: %w", j.request, missing[0].role, r.o.NodeWait, missing[0].state())
+			}
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
-		if err := r.admission.wait(ctx, j.prefill.index, j.decode.index, j.pages); err != nil {
-			return err
-		}
-		work.Go(func() {
-			defer func() { <-places }()
-			r.finish(j, j.do(ctx))
-		})
+	}
+}
+
+// pick takes a life of a node of each role for a job, or returns the nodes of
+// the role that has none.
+func (r *run) pick(j *job) (missing []*engine) {
+	from, to := pair(j.number, len(r.prefill), len(r.decode))
+	if j.from, j.prefill = takeNext(r.prefill, from); j.prefill == nil {
+		return r.prefill
+	}
+	if j.to, j.decode = takeNext(r.decode, to); j.decode == nil {
+		j.prefill.giveBack()
+		j.from, j.prefill = nil, nil
+		return r.decode
 	}
 	return nil
 }
 
-// newJob deals request i of the trace out: over all pairs of nodes, in turn.
-func (r *run) newJob(i int) *job {
-	request := r.o.Requests[i]
-	prefill, decode := pair(i, len(r.prefill), len(r.decode))
-	j := &job{
-		run: r, request: id.Request(fmt.Sprintf("%s-%d", r.name, i)),
-		tokens: request.Input, chunk: chunkTokens(request.Input, r.o.ChunkTokens),
-		steps:   max(0, min(r.o.DecodeSteps, request.Output)),
-		prefill: r.prefill[prefill], decode: r.decode[decode],
-		byReference: i%2 == 1, reference: make(chan string, 1),
+// takeNext takes the life of the i-th engine, or of the next one that has any.
+func takeNext(engines []*engine, i int) (*engine, *life) {
+	for n := range engines {
+		e := engines[(i+n)%len(engines)]
+		if l := e.take(); l != nil {
+			return e, l
+		}
 	}
-	j.pages = pagesOf(request, len(r.labels), j.decode.layout().PageSize)
-	return j
+	return nil, nil
+}
+
+// putBack undoes pick.
+func (j *job) putBack() {
+	j.prefill.giveBack()
+	j.decode.giveBack()
 }
 
 // pair is the i-th of all pairs, each node as often as the others.
@@ -255,10 +422,10 @@ func gcd(a, b int) int {
 }
 
 func (r *run) doesNotFit(j *job) error {
-	for _, e := range []*engine{j.prefill, j.decode} {
-		if !r.admission.fits(e.index, j.pages) {
+	for _, l := range []*life{j.prefill, j.decode} {
+		if !l.pages.fits(j.pages) {
 			return failf(CodeDoesNotFit, "request %s: input and output need %d pages of %d tokens for %d labels, node %s has %d (give it more pages: arena.pages)",
-				j.request, j.pages, e.layout().PageSize, len(r.labels), e.node(), e.layout().Pages-1)
+				j.request, j.pages, l.layout().PageSize, len(r.labels), l.node(), l.layout().Pages-1)
 		}
 	}
 	return nil
@@ -273,9 +440,8 @@ func (r *run) note(f func(*stats)) {
 	f(&r.stats)
 }
 
-func (r *run) noteVerified(n int64)  { r.note(func(s *stats) { s.verified += n }) }
 func (r *run) noteWrong(n int64)     { r.note(func(s *stats) { s.wrong += n }) }
-func (r *run) noteDecoded(n int64)   { r.note(func(s *stats) { s.decoded += n }) }
+func (r *run) noteDecoded(n int64)   { r.note(func(s *stats) { s.decode += n }) }
 func (r *run) noteEarly()            { r.note(func(s *stats) { s.early++ }) }
 func (r *run) noteRelease(as string) { r.note(func(s *stats) { s.releases[as]++ }) }
 
@@ -291,7 +457,14 @@ func (r *run) finish(j *job, err error) {
 	if err != nil {
 		r.log.Warn("request failed", "request", string(j.request), "err", err)
 	}
-	for _, e := range []*engine{j.prefill, j.decode} {
+	var took time.Duration
+	if !j.begun.IsZero() {
+		took = time.Since(j.begun)
+	}
+	for _, e := range []*engine{j.from, j.to} {
+		if e == nil { // it was given to no node
+			continue
+		}
 		e.note(func(n *NodeReport) {
 			n.Requests++
 			n.Tokens += int64(j.tokens)
@@ -305,39 +478,48 @@ func (r *run) finish(j *job, err error) {
 	r.note(func(s *stats) {
 		if err != nil {
 			s.failed++
-			s.failures.add(err)
+			s.failures.add(err, took)
 		} else {
 			s.ready++
+			s.readyTokens += int64(j.tokens)
+			s.verified += j.verified
 		}
 	})
 }
 
 func (r *run) report() *Report {
-	elapsed := time.Since(r.start)
-	first := r.decode[0]
 	out := &Report{
-		Requests: len(r.o.Requests), Labels: len(r.labels), Ranks: len(first.ranks),
-		TokenBytes: first.layout().TokenBytes(), Retries: r.retries.Load(),
-		Failures: []Failure{}, ElapsedSeconds: elapsed.Seconds(),
+		Labels: len(r.labels), Ranks: len(r.kind.ranks),
+		TokenBytes: r.kind.geometry.Layout.TokenBytes(), Retries: r.retries.Load(),
+		Failures: []Failure{},
 	}
-	out.Tokens, out.Bytes = Expected(r.o.Requests, out.TokenBytes, out.Labels, out.Ranks)
 	r.note(func(s *stats) {
-		out.Ready, out.Failed, out.Early = s.ready, s.failed, s.early
-		out.VerifiedBytes, out.WrongBytes, out.DecodedTokens = s.verified, s.wrong, s.decoded
+		out.Requests, out.Ready, out.Failed, out.Early = s.requests, s.ready, s.failed, s.early
+		out.Tokens, out.Bytes, out.ReadyBytes = s.tokens, r.bytes(s.tokens), r.bytes(s.readyTokens)
+		out.VerifiedBytes, out.WrongBytes, out.DecodedTokens = s.verified, s.wrong, s.decode
 		out.BytesByTransport, out.Releases = maps.Clone(s.byTransport), maps.Clone(s.releases)
 		for _, code := range slices.Sorted(maps.Keys(s.failures)) {
 			out.Failures = append(out.Failures, *s.failures[code])
+			if code == CodeNodeLost || code == kvferrypb.Failure_OWNER_LOST.String() {
+				out.Lost += s.failures[code].Count
+			}
 		}
 		out.PublishToReady = Quantiles{
 			Count: s.latency.TotalCount(),
 			P50:   float64(s.latency.ValueAtQuantile(50)), P90: float64(s.latency.ValueAtQuantile(90)),
 			P99: float64(s.latency.ValueAtQuantile(99)), Max: float64(s.latency.Max()),
 		}
+		out.ElapsedSeconds = s.took.Seconds()
+		out.BytesPerSecond = float64(out.VerifiedBytes) / out.ElapsedSeconds
 	})
-	for _, e := range slices.Concat(r.prefill, r.decode) {
+	left := 0
+	for _, e := range r.engines() {
 		e.note(func(n *NodeReport) { out.Nodes = append(out.Nodes, *n) })
 	}
-	out.BytesPerSecond = float64(out.VerifiedBytes) / elapsed.Seconds()
-	out.OK = out.Ready == out.Requests && out.VerifiedBytes == out.Bytes && out.WrongBytes == 0 && out.Early == 0
+	for _, n := range out.Nodes {
+		left += len(n.Left)
+	}
+	out.OK = out.Ready == out.Requests && !out.Corrupt() && left == 0
+	out.Explained = out.Unexplained() == nil
 	return out
 }

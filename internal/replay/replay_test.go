@@ -35,7 +35,7 @@ func someRequests(n int) []Request {
 // testOptions are those of a run over fake nodes with these lies.
 func testOptions(t *testing.T, l lies, prefill, decode, ranks int) (Options, *fakeCluster) {
 	t.Helper()
-	c := newFakeCluster(l)
+	c := newFakeCluster(t, l)
 	o := Options{Requests: someRequests(24), ChunkTokens: 16, Pause: time.Millisecond, Timeout: 20 * time.Second}
 	for i := range prefill {
 		o.Prefill = append(o.Prefill, c.start(t, fmt.Sprintf("prefill-%d", i), smallLayout, ranks))
@@ -108,7 +108,7 @@ func TestReplayFinds(t *testing.T) {
 		"a prompt changed by decoding": {lies{trample: true}, CodeWrongBytes, true},
 		"another length":               {lies{short: true}, CodeWrongAnswer, false},
 		"a place outside of the arena": {lies{unplanned: true}, CodeWrongAnswer, false},
-		"a typed failure":              {lies{fail: kvferrypb.Failure_OWNER_LOST}, "OWNER_LOST", false},
+		"a typed failure":              {lies{fail: kvferrypb.Failure_DIVERGED}, "DIVERGED", false},
 		"a publication without end":    {lies{forget: true}, CodeNotReleased, false},
 		"a retrieve without end":       {lies{mute: true}, CodeTimeout, false},
 	} {
@@ -121,6 +121,10 @@ func TestReplayFinds(t *testing.T) {
 			}
 			if tt.lies.mute || tt.lies.forget {
 				o.Timeout, o.Concurrency = 2*time.Second, 2
+				o.Settle, c.hold = time.Millisecond, 0 // what is published does not end
+			}
+			if tt.lies.fail != 0 {
+				c.hold = 100 * time.Millisecond // of what nobody reads
 			}
 			r, err := Run(t.Context(), o)
 			if err != nil {
@@ -136,6 +140,9 @@ func TestReplayFinds(t *testing.T) {
 				if len(n.requests) != 0 {
 					t.Errorf("node %s is left with %d requests", n.name, len(n.requests))
 				}
+			}
+			if err := r.Unexplained(); err == nil || r.Explained || !strings.Contains(err.Error(), tt.code) && !tt.corrupt {
+				t.Errorf("Unexplained() = %v, want %s", err, tt.code)
 			}
 			var out bytes.Buffer
 			if err := r.WriteTable(&out); err != nil || !strings.Contains(out.String(), tt.code) {
@@ -218,6 +225,7 @@ func TestReplayRefuses(t *testing.T) {
 		"no socket":        {func(o *Options) { o.Decode = []string{"/nonexistent"} }, "/nonexistent"},
 		"another geometry": {func(o *Options) { o.Decode = []string{strange} }, "heads"},
 		"other ranks":      {func(o *Options) { o.Decode = []string{twoRanks} }, "local ranks"},
+		"a loop backwards": {func(o *Options) { o.Loop = -1 }, "loop"},
 	} {
 		o := good
 		tt.change(&o)
@@ -249,7 +257,7 @@ func TestReportKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, key := range []string{
-		"ok", "requests", "ready", "failed", "labels", "ranks", "tokens", "token_bytes", "bytes", "verified_bytes", "wrong_bytes", "early",
+		"ok", "explained", "requests", "ready", "failed", "lost", "labels", "ranks", "tokens", "token_bytes", "bytes", "ready_bytes", "verified_bytes", "wrong_bytes", "early",
 		"decoded_tokens", "retries", "publish_to_ready", "bytes_by_transport", "releases", "failures", "nodes", "elapsed_seconds", "bytes_per_second",
 	} {
 		if _, ok := keys[key]; !ok {
