@@ -16,11 +16,12 @@ import (
 	"github.com/kvferry/kvferry/transfer"
 )
 
-// A descriptor is text: the protocol version, what names the machine, then the
-// addresses, with a space between each.
+// A descriptor is text: the protocol version, "tls" where the data port speaks
+// that, what names the machine, then the addresses, with a space between each.
 const (
 	maxDescriptor = 4096
 	maxAddresses  = 8
+	withTLS       = "tls"
 	noMachine     = "-"
 )
 
@@ -124,9 +125,12 @@ func interfaceAddresses(six bool) (found []netip.Addr) {
 func usable(a netip.Addr) bool { return a.IsGlobalUnicast() && !a.IsLoopback() }
 
 // descriptor is what peers get.
-func descriptor(machine string, addresses []netip.AddrPort) []byte {
+func descriptor(secure bool, machine string, addresses []netip.AddrPort) []byte {
 	b := strconv.AppendInt(nil, version, 10)
 	b = append(b, ' ')
+	if secure {
+		b = append(b, withTLS+" "...)
+	}
 	b = append(b, machine...)
 	for _, a := range addresses {
 		b = append(b, ' ')
@@ -136,8 +140,9 @@ func descriptor(machine string, addresses []netip.AddrPort) []byte {
 }
 
 // parseDescriptor checks what a peer said and returns the addresses that can
-// mean the peer from this machine.
-func parseDescriptor(d []byte, here string) ([]netip.AddrPort, error) {
+// mean the peer from this machine. secure says whether this node has a
+// certificate: a peer is dialled by TLS or without, never by either.
+func parseDescriptor(d []byte, secure bool, here string) ([]netip.AddrPort, error) {
 	if len(d) == 0 {
 		return nil, fmt.Errorf("the peer has no tcp: %w", transfer.ErrUnavailable)
 	}
@@ -145,9 +150,15 @@ func parseDescriptor(d []byte, here string) ([]netip.AddrPort, error) {
 		return nil, fmt.Errorf("descriptor of %d bytes, at most %d", len(d), maxDescriptor)
 	}
 	words := strings.Split(string(d), " ")
-	if v, err := strconv.Atoi(words[0]); err != nil || len(words) < 3 || len(words) > 2+maxAddresses {
+	theirs := len(words) > 1 && words[1] == withTLS
+	if theirs {
+		words = slices.Delete(words, 1, 2)
+	}
+	v, err := strconv.Atoi(words[0])
+	switch {
+	case err != nil || len(words) < 3 || len(words) > 2+maxAddresses:
 		return nil, fmt.Errorf("descriptor %.80q is malformed", d)
-	} else if v != version {
+	case v != version:
 		return nil, fmt.Errorf("the peer speaks protocol version %d, we speak %d: %w", v, version, transfer.ErrUnavailable)
 	}
 	var addresses []netip.AddrPort
@@ -157,6 +168,12 @@ func parseDescriptor(d []byte, here string) ([]netip.AddrPort, error) {
 			return nil, fmt.Errorf("descriptor %.80q: %.80q is no address to dial", d, w)
 		}
 		addresses = append(addresses, a)
+	}
+	switch {
+	case theirs && !secure:
+		return nil, fmt.Errorf("the peer speaks TLS on its data port and this node has no certificate: set security.certificate, key, and ca on both: %w", transfer.ErrUnavailable)
+	case !theirs && secure:
+		return nil, fmt.Errorf("the peer speaks no TLS on its data port and this node has a certificate: set security.certificate, key, and ca on both: %w", transfer.ErrUnavailable)
 	}
 	if there := words[1]; there != here && there != noMachine && here != noMachine {
 		// A loopback address of another machine would be one of ours.

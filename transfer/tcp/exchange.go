@@ -84,13 +84,13 @@ func (x *exchange) run(ctx context.Context, w *wire, scratch *scratch, arenas ma
 		if err := x.ask(w, scratch, 0); err != nil {
 			return false, err
 		}
-		return x.receive(w.in, scratch, arenas, nil)
+		return x.receive(&w.in, scratch, arenas, nil)
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	tickets := make(chan struct{}, x.bounds.inFlight) // one a request under way
 	sent := make(chan error, 1)
 	go func() { sent <- x.send(ctx, w, scratch, tickets) }()
-	whole, err = x.receive(w.in, scratch, arenas, tickets)
+	whole, err = x.receive(&w.in, scratch, arenas, tickets)
 	cancel()
 	if err != nil {
 		w.abort() // a sender that is blocked in a write
@@ -123,9 +123,7 @@ func (x *exchange) send(ctx context.Context, w *wire, s *scratch, tickets chan<-
 
 func (x *exchange) ask(w *wire, s *scratch, i uint64) error {
 	s.out = appendRequest(s.out[:0], x.owner, request{id: x.first + i, seals: x.seals, copies: s.asked})
-	w.out.v.reset()
-	w.out.v.add(s.out)
-	if err := w.out.all(); err != nil {
+	if err := w.out.one(s.out); err != nil {
 		return fmt.Errorf("send a request: %w", err)
 	}
 	return nil
@@ -155,9 +153,7 @@ func (x *exchange) receive(in *half, s *scratch, arenas map[id.Rank]*memory.Regi
 		s.expect, more = cut.next(s.expect[:0])
 		x.requests++
 		if !have {
-			in.v.reset()
-			in.v.add(s.head[:])
-			if err := in.all(); err != nil {
+			if err := in.one(s.head[:]); err != nil {
 				return false, fmt.Errorf("receive an answer: %w", err)
 			}
 			x.answered = true

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 )
@@ -14,6 +15,7 @@ import (
 // to the lesser of both.
 const (
 	version = 1
+	magic   = "kvf"
 
 	headerBytes  = 32
 	sealBytes    = 12
@@ -66,6 +68,7 @@ const (
 	verdictStale                       // at least one did not, before or after
 	verdictRange                       // a copy or a seal lies outside of its region
 	verdictIdentity                    // the request was meant for another life
+	verdictUnproven                    // the reader's certificate does not name it
 )
 
 // err is the error of the transfer package that the verdict stands for.
@@ -79,6 +82,8 @@ func (v verdict) err() error {
 		return fmt.Errorf("refused by the owner: %w", transfer.ErrRange)
 	case verdictIdentity:
 		return fmt.Errorf("refused by the owner: %w", transfer.ErrIdentity)
+	case verdictUnproven:
+		return fmt.Errorf("refused by the owner: this node's certificate does not name it, or the owner does not allow it: see security.certificate here, security.peers there: %w", identity.ErrRefused)
 	default:
 		return fmt.Errorf("verdict %d: %w", uint32(v), errGarbage)
 	}
@@ -99,7 +104,8 @@ type header struct {
 }
 
 func appendHeader(b []byte, h header) []byte {
-	b = append(b, 'k', 'v', 'f', version, byte(h.kind), 0, 0, 0)
+	b = append(b, magic...)
+	b = append(b, version, byte(h.kind), 0, 0, 0)
 	b = binary.BigEndian.AppendUint64(b, uint64(h.owner))
 	b = binary.BigEndian.AppendUint64(b, h.request)
 	b = binary.BigEndian.AppendUint32(b, h.length)
@@ -111,8 +117,8 @@ func parseHeader(b []byte) (header, error) {
 	if len(b) != headerBytes {
 		return header{}, fmt.Errorf("header of %d bytes: %w", len(b), errGarbage)
 	}
-	if b[0] != 'k' || b[1] != 'v' || b[2] != 'f' {
-		return header{}, fmt.Errorf("magic %x: %w", b[:3], errGarbage)
+	if string(b[:len(magic)]) != magic {
+		return header{}, fmt.Errorf("magic %x: %w", b[:len(magic)], errGarbage)
 	}
 	if b[3] != version {
 		return header{}, fmt.Errorf("protocol version %d, want %d: %w", b[3], version, errGarbage)

@@ -52,7 +52,8 @@ func TestFramesAreGolden(t *testing.T) {
 	}))
 	golden(t, "data", append(appendHeader(nil, header{kind: kindData, owner: ownerLife.Incarnation, request: 5, length: 3}), "abc"...))
 	golden(t, "verdict", appendHeader(nil, header{kind: kindVerdict, owner: ownerLife.Incarnation, request: 5, aux: uint32(verdictStale)}))
-	golden(t, "descriptor", descriptor("0123456789abcdef", addrs("192.0.2.1:7902", "[2001:db8::1]:7902")))
+	golden(t, "descriptor", descriptor(false, "0123456789abcdef", addrs("192.0.2.1:7902", "[2001:db8::1]:7902")))
+	golden(t, "descriptor.tls", descriptor(true, "0123456789abcdef", addrs("192.0.2.1:7902", "[2001:db8::1]:7902")))
 }
 
 // TestExchangeIsGolden: these are the bytes that really pass.
@@ -262,7 +263,7 @@ func FuzzAnswers(f *testing.F) {
 			t.Fatal(err)
 		}
 		_ = unix.Close(fds[1])
-		in := newHalf(unix.SYS_READV, func(try func(uintptr) bool) error { try(uintptr(fds[0])); return nil })
+		in := &half{by: newDirection(unix.SYS_READV, func(try func(uintptr) bool) error { try(uintptr(fds[0])); return nil })}
 		x := x
 		tickets := make(chan struct{}, 10)
 		for range cap(tickets) {

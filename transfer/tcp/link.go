@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -9,10 +10,12 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
 
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 )
@@ -153,7 +156,7 @@ func (l *link) over(ctx context.Context, c *dialled, seals []transfer.Seal, copi
 	whole := time.AfterFunc(limits.Total(r.total), func() { cancel(errTotal) })
 	defer whole.Stop()
 	stopAbort := context.AfterFunc(ctx, c.abort)
-	c.in.moved = func() { stall.Reset(limits.Stall) }
+	c.recv.moved = func() { stall.Reset(limits.Stall) }
 
 	x := exchange{owner: l.peer.Life.Incarnation, bounds: c.bounds, seals: seals, copies: copies, first: c.next}
 	good, err := false, error(nil)
@@ -324,20 +327,29 @@ func connect(ctx context.Context, addresses []netip.AddrPort) (*net.TCPConn, err
 // shake says hello, and checks that who answers is the life that was asked for.
 func (l *link) shake(c *dialled) error {
 	want := l.peer.Life
-	c.out.v.reset()
-	c.out.v.add(hello{owner: want, reader: l.t.local.Life}.encode())
-	if err := c.out.all(); err != nil {
-		return err
+	if l.t.identity != nil {
+		if err := l.prove(c); err != nil {
+			return err
+		}
 	}
-	c.in.moved = nil
-	c.in.v.reset()
-	c.in.v.add(c.scratch.head[:])
-	if err := c.in.all(); err != nil {
+	// An owner that refuses our certificate does so when the handshake is over
+	// for us: it says why, and hangs up, which may be known here first.
+	said := c.out.one(hello{owner: want, reader: l.t.local.Life}.encode())
+	err := c.in.one(c.scratch.head[:])
+	switch {
+	case isAlert(err):
+		return l.refused(err)
+	case said != nil:
+		return said
+	case err != nil:
 		return err
 	}
 	head, err := parseHeader(c.scratch.head[:])
 	if err != nil {
 		return err
+	}
+	if head.kind == kindVerdict && verdict(head.aux) == verdictUnproven {
+		return verdictUnproven.err()
 	}
 	if head.owner != want.Incarnation {
 		return fmt.Errorf("incarnation %d answers, want %s: %w", head.owner, want, transfer.ErrIdentity)
@@ -349,9 +361,7 @@ func (l *link) shake(c *dialled) error {
 		return fmt.Errorf("%v of %d bytes, want a welcome: %w", head.kind, head.length, errGarbage)
 	}
 	body := make([]byte, head.length)
-	c.in.v.reset()
-	c.in.v.add(body)
-	if err := c.in.all(); err != nil {
+	if err := c.in.one(body); err != nil {
 		return err
 	}
 	wel, err := parseWelcome(head, body)
@@ -368,6 +378,35 @@ func (l *link) shake(c *dialled) error {
 		inFlight: int(min(uint32(l.t.inFlight), wel.inFlight)),
 	}
 	return nil
+}
+
+// prove shakes hands by TLS, and lets the owner prove its name.
+func (l *link) prove(c *dialled) error {
+	i := l.t.identity
+	// Who answers where the peer was can be another node of the cluster: that is
+	// told from one that is refused.
+	state, err := c.secure(tls.Client, largeRecords(i.Client(identity.Data, "")))
+	switch {
+	case isAlert(err):
+		return l.refused(err)
+	case err != nil:
+		return fmt.Errorf("check the owner's certificate: %w", err)
+	}
+	err = i.Check(state, l.peer.Life.Node)
+	if err != nil && !slices.Contains(identity.Names(state), l.peer.Life.Node) {
+		err = fmt.Errorf("%w: %w", transfer.ErrIdentity, err)
+	}
+	return err
+}
+
+// refused is the error of an owner that refuses our certificate by an alert. If
+// we know of something that is wrong with it, that will be why.
+func (l *link) refused(alert error) error {
+	err := fmt.Errorf("%w: %w", identity.Explain(alert), identity.ErrRefused)
+	if own := l.t.identity.Err(); own != nil {
+		err = fmt.Errorf("%w: %w", own, err)
+	}
+	return err
 }
 
 func newLink(t *Transport, peer transfer.Peer, addresses []netip.AddrPort) *link {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -25,9 +27,7 @@ func fakePeer(address net.Addr) transfer.Peer {
 func newReader(t testing.TB, o Options) *node {
 	t.Helper()
 	n := newNode(t, readerLife, 1<<20)
-	for i := range n.arena() {
-		n.arena()[i] = 0xcc
-	}
+	fill(n.arena(), []byte{0xcc})
 	n.listen(t, o)
 	return n
 }
@@ -267,14 +267,16 @@ func TestAnswersAhead(t *testing.T) {
 }
 
 // Whatever the bounds of the peer, every byte arrives.
-func TestUnlikeBounds(t *testing.T) {
+func TestUnlikeBounds(t *testing.T) { bothWays(t, testUnlikeBounds) }
+
+func testUnlikeBounds(t *testing.T, o, r Options) {
 	for _, offer := range []welcome{
 		{bytes: 1 << 30, copies: 1 << 30, seals: 1 << 30, inFlight: 1 << 30},
 		{bytes: 5000, copies: 1 << 20, seals: 2, inFlight: 1},
 		{bytes: 5000, copies: 3, seals: 2, inFlight: 2},
 		{bytes: 40 << 10, copies: 7, seals: 2, inFlight: 3},
 	} {
-		owner, reader := newPair(t, 1<<20, Options{}, Options{})
+		owner, reader := newPair(t, 1<<20, o, r)
 		offer.owner = ownerLife
 		owner.t.server.mu.Lock()
 		owner.t.server.offer = offer
@@ -310,20 +312,57 @@ func TestUnlikeBounds(t *testing.T) {
 	}
 }
 
+// places are offsets at which to disturb a connection: each one of the read, or
+// of a connection with TLS, whose handshake is long, some of both.
+func places(secure bool, shake, whole int) (at []int) {
+	if !secure {
+		shake = whole
+	}
+	sparse, dense := 1, 1
+	if secure {
+		sparse, dense = 97, 3
+	}
+	for n := rand.IntN(sparse); n < shake; n += sparse {
+		at = append(at, n)
+	}
+	for n := shake + rand.IntN(dense); n < whole; n += dense {
+		at = append(at, n)
+	}
+	return at
+}
+
 // TestCutAtEveryByte ends the connection after every number of bytes, in each
 // direction. A read ends with an error, or is right, and the link works again
 // when the network does.
-func TestCutAtEveryByte(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{}, Options{})
+func TestCutAtEveryByte(t *testing.T) { bothWays(t, cutAtEveryByte) }
+
+func cutAtEveryByte(t *testing.T, o, r Options) {
+	disturb(t, o, r, func(up, down int) cut { return cut{up: up, down: down} })
+}
+
+// With TLS, a byte that was changed on the way is an error, and never a byte.
+func TestChangedBytes(t *testing.T) {
+	a := newAuthority(t)
+	o, r := Options{Identity: issue(t, a, ownerLife.Node, nil)}, Options{Identity: issue(t, a, readerLife.Node, nil)}
+	// A length that has grown is waited for.
+	o.Limits = transfer.Limits{Dial: 600 * time.Millisecond, Stall: 600 * time.Millisecond}
+	r.Limits = o.Limits
+	disturb(t, o, r, func(up, down int) cut { return cut{up: up, down: down, flip: true} })
+}
+
+func disturb(t *testing.T, o, r Options, fault func(up, down int) cut) {
+	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(7, 41)}
 	copies := []transfer.Copy{{Remote: 100, Local: 7, Bytes: 40}, {Remote: 3, Local: 900, Bytes: 5}}
 	p := newProxy(t, owner.t.Bound())
 	peer := at(owner.peer(), p.address)
 	link := open(t, reader, peer)
+	up, down := p.passed()
+	shakeUp, shakeDown := len(up), len(down)
 	if err := link.Read(short(t), seals, copies); err != nil {
 		t.Fatal(err)
 	}
-	up, down := p.passed()
+	up, down = p.passed()
 	ups, downs := len(up), len(down)
 	want := slices.Clone(reader.arena())
 
@@ -331,8 +370,11 @@ func TestCutAtEveryByte(t *testing.T) {
 		p.set(c)
 		defer p.set(cut{up: -1, down: -1})
 		link, err := reader.t.Open(short(t), peer)
-		if err != nil {
-			return // in the handshake
+		if err != nil { // in the handshake
+			if errors.Is(err, identity.ErrRefused) && !c.flip {
+				t.Errorf("cut %+v: %v, nobody was refused", c, err)
+			}
+			return
 		}
 		defer func() { _ = link.Close() }()
 		clear(reader.arena()[:2048])
@@ -347,30 +389,40 @@ func TestCutAtEveryByte(t *testing.T) {
 			t.Errorf("cut %+v: %v", c, err)
 		}
 		p.set(cut{up: -1, down: -1})
+		if err == nil {
+			return // the fault is still to come, or never comes
+		}
 		if err := link.Read(short(t), seals, copies); err != nil {
 			t.Errorf("after cut %+v: %v", c, err)
 		}
 	}
-	for n := range ups {
-		try(cut{up: n, down: -1})
+	for _, n := range places(r.Identity != nil, shakeUp, ups) {
+		try(fault(n, -1))
 	}
-	for n := range downs {
-		try(cut{up: -1, down: n})
+	for _, n := range places(r.Identity != nil, shakeDown, downs) {
+		try(fault(-1, n))
 	}
-	if ups < 100 || downs < 150 {
-		t.Errorf("only %d and %d places to cut", ups, downs)
+	if ups < 100 || downs < 150 || shakeUp >= ups || shakeDown >= downs {
+		t.Errorf("only %d and %d places to cut, of these %d and %d before the read", ups, downs, shakeUp, shakeDown)
 	}
 }
 
 // TestMuteAtEveryByte lets the connection stand, and nothing pass any more.
-func TestMuteAtEveryByte(t *testing.T) {
-	limits := transfer.Limits{Dial: 30 * time.Millisecond, Stall: 30 * time.Millisecond}
-	owner, _ := newPair(t, 4096, Options{}, Options{})
+func TestMuteAtEveryByte(t *testing.T) { bothWays(t, muteAtEveryByte) }
+
+func muteAtEveryByte(t *testing.T, o, r Options) {
+	r.Limits = transfer.Limits{Dial: 30 * time.Millisecond, Stall: 30 * time.Millisecond}
+	last, step := 120, 13
+	if r.Identity != nil {
+		r.Limits.Dial = 500 * time.Millisecond
+		last, step = 5000, 260
+	}
+	owner, _ := newPair(t, 4096, o, Options{})
 	seals := []transfer.Seal{owner.hold(7, 41)}
 	copies := []transfer.Copy{{Remote: 100, Local: 7, Bytes: 40}, {Remote: 3, Local: 900, Bytes: 5}}
 	var work sync.WaitGroup
 	try := func(c cut) {
-		reader := newReader(t, Options{Limits: limits})
+		reader := newReader(t, r)
 		p := newProxy(t, owner.t.Bound())
 		p.set(c)
 		work.Go(func() {
@@ -380,24 +432,29 @@ func TestMuteAtEveryByte(t *testing.T) {
 				err = link.Read(context.Background(), seals, copies)
 				_ = link.Close()
 			}
-			if err == nil {
+			up, down := p.passed()
+			if err == nil && (len(up) >= c.up && c.up >= 0 || len(down) >= c.down && c.down >= 0) {
 				t.Errorf("cut %+v: no error", c)
 			}
 			if took := time.Since(started); took > 5*time.Second {
 				t.Errorf("cut %+v: %v after %v", c, err, took)
 			}
-			untouched(t, reader, copies...)
+			if err != nil {
+				untouched(t, reader, copies...)
+			}
 		})
 	}
-	for n := 0; n < 120; n += 13 {
+	for n := 0; n < last; n += step {
 		try(cut{up: n, down: -1, mute: true})
 		try(cut{up: -1, down: n, mute: true})
 	}
 	work.Wait()
 }
 
-func TestOwnerRestarts(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{}, Options{})
+func TestOwnerRestarts(t *testing.T) { bothWays(t, testOwnerRestarts) }
+
+func testOwnerRestarts(t *testing.T, o, r Options) {
+	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	copies := []transfer.Copy{{Bytes: 100}}
 	link := open(t, reader, owner.peer())
@@ -410,7 +467,8 @@ func TestOwnerRestarts(t *testing.T) {
 	if err := owner.t.Close(); err != nil {
 		t.Fatal(err)
 	}
-	again := owner.listen(t, Options{Bind: address})
+	o.Bind = address
+	again := owner.listen(t, o)
 	if err := link.Read(short(t), seals, copies); err != nil {
 		t.Errorf("Read from the same life after its transport started again: %v", err)
 	}
@@ -427,7 +485,7 @@ func TestOwnerRestarts(t *testing.T) {
 	for i := range reborn.arena() {
 		reborn.arena()[i] = 0xee
 	}
-	reborn.listen(t, Options{Bind: address})
+	reborn.listen(t, o)
 	clear(reader.arena())
 	for range 3 {
 		if err := link.Read(short(t), seals, copies); !errors.Is(err, transfer.ErrIdentity) {
@@ -444,8 +502,11 @@ func TestOwnerRestarts(t *testing.T) {
 }
 
 // An owner that ends an idle connection costs a new one, not an error.
-func TestIdleConnectionEnds(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{Idle: 20 * time.Millisecond}, Options{})
+func TestIdleConnectionEnds(t *testing.T) { bothWays(t, testIdleConnectionEnds) }
+
+func testIdleConnectionEnds(t *testing.T, o, r Options) {
+	o.Idle = 20 * time.Millisecond
+	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
 	for range 3 {
@@ -503,9 +564,12 @@ func TestBrokenInTheMiddle(t *testing.T) {
 
 // When a network drops what was connected (a NAT that forgets), one read
 // stalls, and the next does not try the other idle connections in turn.
-func TestStallDropsIdleConnections(t *testing.T) {
-	owner, _ := newPair(t, 1<<20, Options{}, Options{})
-	reader := newReader(t, Options{Limits: transfer.Limits{Stall: 200 * time.Millisecond}})
+func TestStallDropsIdleConnections(t *testing.T) { bothWays(t, testStallDropsIdleConnections) }
+
+func testStallDropsIdleConnections(t *testing.T, o, r Options) {
+	owner, _ := newPair(t, 1<<20, o, Options{})
+	r.Limits.Stall = 200 * time.Millisecond
+	reader := newReader(t, r)
 	p := newProxy(t, owner.t.Bound())
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	l := open(t, reader, at(owner.peer(), p.address)).(*link)
@@ -561,9 +625,11 @@ func TestStaleWhileRequestsAreBlocked(t *testing.T) {
 }
 
 // A read that is cancelled takes its own connection with it and no other.
-func TestCancelDisturbsNobody(t *testing.T) {
+func TestCancelDisturbsNobody(t *testing.T) { bothWays(t, testCancelDisturbsNobody) }
+
+func testCancelDisturbsNobody(t *testing.T, o, r Options) {
 	const size = 8 << 20
-	owner, reader := newPair(t, size, Options{}, Options{})
+	owner, reader := newPair(t, size, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
 	stop := make(chan struct{})
@@ -626,8 +692,10 @@ func TestWaitForAConnection(t *testing.T) {
 	}
 }
 
-func TestStats(t *testing.T) {
-	owner, reader := newPair(t, 4<<20, Options{}, Options{})
+func TestStats(t *testing.T) { bothWays(t, testStats) }
+
+func testStats(t *testing.T, o, r Options) {
+	owner, reader := newPair(t, 4<<20, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
 	if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: frameBytes + 1}}); err != nil {

@@ -114,6 +114,7 @@ func TestParseDescriptor(t *testing.T) {
 	const here, there = "0123456789abcdef", "fedcba9876543210"
 	for name, tt := range map[string]struct {
 		d           string
+		secure      bool             // this node has a certificate
 		want        []netip.AddrPort // nil is an error
 		unavailable bool
 	}{
@@ -132,10 +133,23 @@ func TestParseDescriptor(t *testing.T) {
 		"unspecified":                      {d: "1 - 0.0.0.0:7902"},
 		"a name":                           {d: "1 - example.com:7902"},
 		"two spaces":                       {d: "1 -  192.0.2.1:7902"},
+		"tls on both":                      {d: "1 tls " + there + " 192.0.2.1:7902", secure: true, want: addrs("192.0.2.1:7902")},
+		"tls on both, no machine":          {d: "1 tls - [2001:db8::1]:7902", secure: true, want: addrs("[2001:db8::1]:7902")},
+		"tls there alone":                  {d: "1 tls " + there + " 192.0.2.1:7902", unavailable: true},
+		"tls here alone":                   {d: "1 " + there + " 192.0.2.1:7902", secure: true, unavailable: true},
+		"tls and no machine":               {d: "1 tls 192.0.2.1:7902", secure: true},
+		"tls and no address":               {d: "1 tls -", secure: true},
+		"tls twice and no address":         {d: "1 tls tls", secure: true},
+		"tls alone":                        {d: "1 tls", secure: true},
+		"tls first":                        {d: "tls 1 - 192.0.2.1:7902", secure: true},
+		"tls last":                         {d: "1 - 192.0.2.1:7902 tls", secure: true},
+		"tls of another version":           {d: "2 tls - 192.0.2.1:7902", secure: true, unavailable: true},
+		"tls there alone, a bad address":   {d: "1 tls - 0.0.0.0:7902"},
+		"nine addresses with tls":          {d: "1 tls -" + strings.Repeat(" 192.0.2.1:7902", 9), secure: true},
 		"nine addresses":                   {d: "1 -" + strings.Repeat(" 192.0.2.1:7902", 9)},
 		"too long":                         {d: "1 - 192.0.2.1:7902" + strings.Repeat(" ", maxDescriptor)},
 	} {
-		got, err := parseDescriptor([]byte(tt.d), here)
+		got, err := parseDescriptor([]byte(tt.d), tt.secure, here)
 		if fmt.Sprint(got) != fmt.Sprint(tt.want) || (err == nil) != (tt.want != nil) {
 			t.Errorf("%s: %v, %v, want %v", name, got, err, tt.want)
 		}
@@ -143,6 +157,32 @@ func TestParseDescriptor(t *testing.T) {
 			t.Errorf("%s: %v, ErrUnavailable should be %v", name, err, tt.unavailable)
 		}
 	}
+}
+
+// FuzzDescriptor: what a peer may say of where it is.
+func FuzzDescriptor(f *testing.F) {
+	const here = "0123456789abcdef"
+	f.Add("1 - 192.0.2.1:7902", false)
+	f.Add("1 tls "+here+" [2001:db8::1]:7902 127.0.0.1:7902", true)
+	f.Add("1 tls tls 192.0.2.1:7902", true)
+	f.Add("1 tls - 192.0.2.1:7902", false)
+	f.Fuzz(func(t *testing.T, d string, secure bool) {
+		got, err := parseDescriptor([]byte(d), secure, here)
+		if (err == nil) != (len(got) > 0) || len(got) > maxAddresses {
+			t.Fatalf("%d addresses, %v", len(got), err)
+		}
+		if err != nil {
+			return
+		}
+		if (strings.Split(d, " ")[1] == withTLS) != secure {
+			t.Errorf("%q is taken by a node whose TLS is %v", d, secure)
+		}
+		for _, a := range got {
+			if a.Port() == 0 || dialable(a.Addr()) != nil {
+				t.Errorf("%q leads to %s", d, a)
+			}
+		}
+	})
 }
 
 // The first address with a route is dialled; one without costs no attempt.

@@ -2,14 +2,17 @@ package tcp
 
 import (
 	"context"
+	"crypto/tls"
 	"io"
 	"net"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 )
@@ -97,19 +100,66 @@ var (
 func newPair(t testing.TB, size int64, ownerOptions, readerOptions Options) (owner, reader *node) {
 	t.Helper()
 	owner, reader = newNode(t, ownerLife, size), newNode(t, readerLife, size)
-	for i := range owner.arena() {
-		owner.arena()[i] = byte(i*7 + i>>8)
-		reader.arena()[i] = 0xcc
+	period := make([]byte, 1<<16)
+	for i := range period {
+		period[i] = byte(i*7 + i>>8)
 	}
+	fill(owner.arena(), period)
+	fill(reader.arena(), []byte{0xcc})
 	owner.listen(t, ownerOptions)
 	reader.listen(t, readerOptions)
 	return owner, reader
 }
 
+// fill repeats pattern in b.
+func fill(b, pattern []byte) {
+	for n := copy(b, pattern); n < len(b); n *= 2 {
+		copy(b[n:], b[:n])
+	}
+}
+
 // at is a peer like p behind another address.
 func at(p transfer.Peer, address net.Addr) transfer.Peer {
-	p.Descriptor = descriptor(machine(), []netip.AddrPort{netip.MustParseAddrPort(address.String())})
+	secure := strings.HasPrefix(string(p.Descriptor), "1 "+withTLS+" ")
+	p.Descriptor = descriptor(secure, machine(), []netip.AddrPort{netip.MustParseAddrPort(address.String())})
 	return p
+}
+
+// newAuthority is an authority whose certificates outlive the test.
+func newAuthority(t testing.TB) *identity.Authority {
+	t.Helper()
+	a, err := identity.NewAuthority("tcp test", 24*time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+// issue is the identity that a gives a node; change may be nil.
+func issue(t testing.TB, a *identity.Authority, n id.Node, change func(*identity.Options)) *identity.Identity {
+	t.Helper()
+	o, err := a.Issue(t.TempDir(), n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if change != nil {
+		change(&o)
+	}
+	i, err := identity.Load(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return i
+}
+
+// bothWays runs a test without TLS and with it, which is what the options of owner and reader
+// have.
+func bothWays(t *testing.T, run func(t *testing.T, owner, reader Options)) {
+	t.Run("plain", func(t *testing.T) { run(t, Options{}, Options{}) })
+	t.Run("tls", func(t *testing.T) {
+		a := newAuthority(t)
+		run(t, Options{Identity: issue(t, a, ownerLife.Node, nil)}, Options{Identity: issue(t, a, readerLife.Node, nil)})
+	})
 }
 
 // short is a context that only a hang meets.
@@ -201,11 +251,20 @@ func greet(c net.Conn) error {
 // greeted is the reader's half, with an owner that is real.
 func greeted(t testing.TB, owner *node) net.Conn {
 	t.Helper()
+	return greetedBy(t, owner, nil)
+}
+
+// greetedBy is greeted by TLS, if the reader has an identity.
+func greetedBy(t testing.TB, owner *node, reader *identity.Identity) net.Conn {
+	t.Helper()
 	c, err := dial(owner.t.Bound())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = c.Close() })
+	if reader != nil {
+		c = tls.Client(c, reader.Client(identity.Data, owner.local.Life.Node))
+	}
 	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
 		t.Fatal(err)
 	}

@@ -5,10 +5,11 @@ import (
 	"net/netip"
 	"sync"
 	"testing"
+	"time"
 )
 
 // proxy passes connections to an owner, and ends or mutes them after so many
-// bytes of a direction.
+// bytes of a direction, or passes what is not what came.
 type proxy struct {
 	address net.Addr
 
@@ -22,7 +23,9 @@ type proxy struct {
 // negative is never.
 type cut struct {
 	up, down int
-	mute     bool // the connection stays open
+	mute     bool          // the connection stays open
+	flip     bool          // instead, the next byte is changed and all passes
+	pace     time.Duration // between two pieces of at most 8 KiB
 }
 
 func newProxy(t testing.TB, owner netip.AddrPort) *proxy {
@@ -37,15 +40,18 @@ func newProxy(t testing.TB, owner netip.AddrPort) *proxy {
 		}
 		defer func() { _ = to.Close() }()
 		var work sync.WaitGroup
-		work.Go(func() { p.pass(c, to, cut.up, cut.mute, era, &p.up) })
-		work.Go(func() { p.pass(to, c, cut.down, cut.mute, era, &p.down) })
+		work.Go(func() { p.pass(c, to, cut.up, cut, era, &p.up) })
+		work.Go(func() { p.pass(to, c, cut.down, cut, era, &p.down) })
 		work.Wait()
 	})
 	return p
 }
 
-func (p *proxy) pass(from, to net.Conn, limit int, mute bool, era int, log *[]byte) {
+func (p *proxy) pass(from, to net.Conn, limit int, cut cut, era int, log *[]byte) {
 	buf := make([]byte, 64<<10)
+	if cut.pace > 0 {
+		buf = buf[:8<<10]
+	}
 	sent := 0
 	for {
 		n, err := from.Read(buf)
@@ -54,7 +60,11 @@ func (p *proxy) pass(from, to net.Conn, limit int, mute bool, era int, log *[]by
 			n = 0
 		}
 		p.mu.Unlock()
-		last := limit >= 0 && sent+n >= limit
+		time.Sleep(cut.pace) // the fault
+		if cut.flip && limit >= sent && limit < sent+n {
+			buf[limit-sent] ^= 1
+		}
+		last := !cut.flip && limit >= 0 && sent+n >= limit
 		if last {
 			n = max(0, limit-sent)
 		}
@@ -67,7 +77,7 @@ func (p *proxy) pass(from, to net.Conn, limit int, mute bool, era int, log *[]by
 			}
 			sent += n
 		}
-		if last && mute && err == nil {
+		if last && cut.mute && err == nil {
 			for err == nil { // swallow the rest
 				_, err = from.Read(buf)
 			}

@@ -11,12 +11,20 @@ import (
 )
 
 // BenchmarkRead has both ends in one process, so that it compares versions of
-// this package and says nothing about a machine.
+// this package, and TLS with none, and says nothing about a machine.
 func BenchmarkRead(b *testing.B) {
+	b.Run("plain", func(b *testing.B) { benchmarkRead(b, Options{}, Options{}) })
+	b.Run("tls", func(b *testing.B) {
+		a := newAuthority(b)
+		benchmarkRead(b, Options{Identity: issue(b, a, "owner", nil)}, Options{Identity: issue(b, a, "reader", nil)})
+	})
+}
+
+func benchmarkRead(b *testing.B, o, r Options) {
 	const size = 64 << 20
 	owner, reader := newNode(b, id.Life{Node: "owner", Incarnation: 1}, size), newNode(b, id.Life{Node: "reader", Incarnation: 2}, size)
-	owner.listen(b, Options{})
-	reader.listen(b, Options{})
+	owner.listen(b, o)
+	reader.listen(b, r)
 	link := open(b, reader, owner.peer())
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	for _, tt := range []struct{ chunk, chunks int64 }{{16 << 10, 1}, {4 << 10, 4096}, {16 << 10, 1024}, {64 << 10, 512}, {256 << 10, 128}} {
@@ -30,6 +38,26 @@ func BenchmarkRead(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				if err := link.Read(context.Background(), seals, copies); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkOpen is a dial, with all that is proved before the first read.
+func BenchmarkOpen(b *testing.B) {
+	for _, way := range []string{"plain", "tls"} {
+		b.Run(way, func(b *testing.B) {
+			var o, r Options
+			if way == "tls" {
+				a := newAuthority(b)
+				o.Identity, r.Identity = issue(b, a, ownerLife.Node, nil), issue(b, a, readerLife.Node, nil)
+			}
+			owner, reader := newPair(b, 4096, o, r)
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := tryOpen(b, reader, owner.peer()); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -8,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -24,27 +26,30 @@ const acceptPause = 100 * time.Millisecond
 type server struct {
 	t        *Transport
 	listener *net.TCPListener
+	tls      *tls.Config // nil: none
 	offer    welcome
 	idle     time.Duration
 	max      int           // connections
 	closing  chan struct{} // closed by close
 
-	mu     sync.Mutex
-	closed bool
-	conns  map[*served]struct{}
-	work   sync.WaitGroup // accept and every served
+	mu        sync.Mutex
+	closed    bool
+	conns     map[*served]struct{}
+	strangers int            // those of conns
+	work      sync.WaitGroup // accept and every served
 }
 
 // served is one accepted connection.
 type served struct {
 	*wire
-	from    string
-	waiting atomic.Int64 // since when it waits for a request, unix ns; 0 while it works
-	limit   time.Time    // end of the answer that is being sent
-	head    [headerBytes]byte
-	body    []byte
-	out     []byte // headers of an answer, or the whole of a small one
-	request request
+	from     string
+	stranger bool         // has not said who it is; server.mu guards it
+	waiting  atomic.Int64 // since when it waits for a request, unix ns; 0 while it works
+	limit    time.Time    // end of the answer that is being sent
+	head     [headerBytes]byte
+	body     []byte
+	out      []byte // headers of an answer, or the whole of a small one
+	request  request
 }
 
 func (s *server) accept() {
@@ -67,48 +72,77 @@ func (s *server) accept() {
 	}
 }
 
-// admit starts serving conn. Where there are too many, the one that has waited
-// longest for a request makes room (its reader connects again when it needs
-// to); if all are at work the new one is refused.
+// admit starts serving conn, if there is room.
 func (s *server) admit(conn *net.TCPConn) {
 	w, err := newWire(conn)
 	if err != nil {
 		_ = conn.Close() // it is gone already
 		return
 	}
-	c := &served{wire: w, from: conn.RemoteAddr().String()}
+	c := &served{wire: w, from: conn.RemoteAddr().String(), stranger: true}
 	c.waiting.Store(time.Now().UnixNano())
 	c.out = make([]byte, 0, 2*headerBytes)
-	c.wire.out.moved = func() { c.extend(s.t.limits.Stall) }
+	c.send.moved = func() { c.extend(s.t.limits.Stall) }
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.closed && len(s.conns) >= s.max {
-		if oldest := s.longestWaiting(); oldest != nil {
-			delete(s.conns, oldest)
-			oldest.abort()
-			s.t.stats.evicted.Add(1)
-		}
-	}
-	if s.closed || len(s.conns) >= s.max {
+	if s.closed || !s.makeRoomLocked() {
 		s.t.stats.refused.Add(1)
 		w.abort()
 		return
 	}
 	s.conns[c] = struct{}{}
+	s.strangers++
 	s.work.Add(1)
 	go s.serve(c)
 }
 
-// longestWaiting is nil if every connection is at work.
-func (s *server) longestWaiting() (oldest *served) {
+// makeRoomLocked reports whether there is room for one more. Where half of all are
+// strangers, the oldest of these makes room, so that strangers are in the way
+// of strangers alone, and a reader that does shake hands gets its turn. Where
+// there are too many of all, it is the one that has waited longest for a
+// request: its reader connects again when it needs to.
+func (s *server) makeRoomLocked() bool {
+	crowd := s.strangers >= (s.max+1)/2
+	if !crowd && len(s.conns) < s.max {
+		return true
+	}
+	oldest := s.longestWaitingLocked(crowd)
+	if oldest == nil {
+		return false
+	}
+	s.removeLocked(oldest)
+	oldest.abort()
+	s.t.stats.evicted.Add(1)
+	return true
+}
+
+// longestWaitingLocked is nil if every connection is at work.
+func (s *server) longestWaitingLocked(strangers bool) (oldest *served) {
 	var since int64
 	for c := range s.conns {
+		if strangers && !c.stranger {
+			continue
+		}
 		if w := c.waiting.Load(); w != 0 && (oldest == nil || w < since) {
 			oldest, since = c, w
 		}
 	}
 	return oldest
+}
+
+// removeLocked drops c, which may have made room before.
+func (s *server) removeLocked(c *served) {
+	delete(s.conns, c)
+	s.knowLocked(c)
+}
+
+// knowLocked counts c among the strangers no more.
+func (s *server) knowLocked(c *served) {
+	if c.stranger {
+		c.stranger = false
+		s.strangers--
+	}
 }
 
 // serve is the life of one connection.
@@ -117,7 +151,7 @@ func (s *server) serve(c *served) {
 	defer func() {
 		c.abort()
 		s.mu.Lock()
-		delete(s.conns, c)
+		s.removeLocked(c)
 		s.mu.Unlock()
 	}()
 	err := s.welcome(c)
@@ -125,6 +159,10 @@ func (s *server) serve(c *served) {
 		err = s.answer(c)
 	}
 	switch {
+	case errors.Is(err, identity.ErrRefused):
+		s.t.stats.strangers.Add(1)
+		s.t.stats.unproven.Add(1)
+		s.t.log.Warn("end a connection that has not proved who it is", "peer", c.from, "err", err)
 	case errors.Is(err, errGarbage):
 		s.t.stats.garbage.Add(1)
 		s.t.log.Warn("end a connection that sent garbage", "peer", c.from, "err", err)
@@ -141,6 +179,13 @@ func (s *server) welcome(c *served) error {
 	if err := c.tcp.SetDeadline(time.Now().Add(s.t.limits.Dial)); err != nil {
 		return err
 	}
+	var peer tls.ConnectionState
+	if s.tls != nil {
+		var err error
+		if peer, err = c.secure(tls.Server, s.tls); err != nil {
+			return fmt.Errorf("check the reader's certificate: %w", err)
+		}
+	}
 	head, err := s.header(c)
 	if err != nil {
 		return err
@@ -155,10 +200,17 @@ func (s *server) welcome(c *served) error {
 	if err != nil {
 		return err
 	}
-	life := s.t.local.Life
-	if h.owner != life {
+	if s.tls != nil {
+		if err := s.t.identity.Check(peer, h.reader.Node); err != nil {
+			return errors.Join(s.refuse(c, 0, verdictUnproven), fmt.Errorf("%s says hello: %w", h.reader, err))
+		}
+	}
+	if h.owner != s.t.local.Life {
 		return errors.Join(s.refuse(c, 0, verdictIdentity), fmt.Errorf("%s asks for %s: %w", h.reader, h.owner, transfer.ErrIdentity))
 	}
+	s.mu.Lock()
+	s.knowLocked(c)
+	s.mu.Unlock()
 	c.out = appendWelcome(c.out[:0], s.offer)
 	return c.write(c.out)
 }
@@ -279,9 +331,7 @@ func (s *server) refuse(c *served, request uint64, v verdict) error {
 }
 
 func (s *server) header(c *served) (header, error) {
-	c.in.v.reset()
-	c.in.v.add(c.head[:])
-	if err := c.in.all(); err != nil {
+	if err := c.in.one(c.head[:]); err != nil {
 		return header{}, err
 	}
 	return parseHeader(c.head[:])
@@ -292,9 +342,7 @@ func (s *server) readBody(c *served, n uint32) error {
 		c.body = make([]byte, n)
 	}
 	c.body = c.body[:n]
-	c.in.v.reset()
-	c.in.v.add(c.body)
-	return c.in.all()
+	return c.in.one(c.body)
 }
 
 // begin sets the limits of one answer: the reader must take a byte every stall
@@ -315,12 +363,7 @@ func (c *served) extend(stall time.Duration) {
 	_ = c.tcp.SetWriteDeadline(at) // fails only on a closed connection, as the write will
 }
 
-func (c *served) write(b []byte) error {
-	v := &c.wire.out.v
-	v.reset()
-	v.add(b)
-	return c.wire.out.all()
-}
+func (c *served) write(b []byte) error { return c.wire.out.one(b) }
 
 // close ends every connection and returns when nothing reads the arenas.
 func (s *server) close() {

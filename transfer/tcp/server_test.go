@@ -55,11 +55,13 @@ func wantEnd(t testing.TB, c net.Conn) {
 
 // The seal ends while the answer is on its way: the verdict after the bytes is
 // stale, since it is of the moment when the last byte was copied out.
-func TestVerdictIsOfTheEnd(t *testing.T) {
+func TestVerdictIsOfTheEnd(t *testing.T) { bothWays(t, testVerdictIsOfTheEnd) }
+
+func testVerdictIsOfTheEnd(t *testing.T, o, r Options) {
 	const size = 16 << 20 // more than the socket buffers of both sides
-	owner, _ := newPair(t, size, Options{}, Options{})
+	owner, _ := newPair(t, size, o, r)
 	seal := owner.hold(1, 1)
-	c := greeted(t, owner)
+	c := greetedBy(t, owner, r.Identity)
 	ask(t, c, 1, seal, transfer.Copy{Bytes: size})
 	h := make([]byte, headerBytes)
 	if _, err := io.ReadFull(c, h); err != nil {
@@ -96,10 +98,12 @@ func TestNotHeldGetsNoByte(t *testing.T) {
 }
 
 // Requests that are sent ahead are answered in order, small ones and large.
-func TestRequestsAhead(t *testing.T) {
-	owner, _ := newPair(t, 1<<20, Options{}, Options{})
+func TestRequestsAhead(t *testing.T) { bothWays(t, testRequestsAhead) }
+
+func testRequestsAhead(t *testing.T, o, r Options) {
+	owner, _ := newPair(t, 1<<20, o, r)
 	seal := owner.hold(1, 1)
-	c := greeted(t, owner)
+	c := greetedBy(t, owner, r.Identity)
 	sizes := []int64{1, smallAnswer, smallAnswer + 1, 300_000, 5}
 	for i, n := range sizes {
 		ask(t, c, uint64(i), seal, transfer.Copy{Remote: int64(i), Bytes: n - n/2}, transfer.Copy{Remote: 1000, Bytes: max(1, n/2)})
@@ -221,19 +225,24 @@ func TestUnfinishedRequestEnds(t *testing.T) {
 
 // A reader that takes nothing loses its connection.
 func TestMuteReaderEnds(t *testing.T) {
-	testSlowReader(t, transfer.Limits{Stall: 100 * time.Millisecond}, 0)
+	bothWays(t, func(t *testing.T, o, r Options) {
+		testSlowReader(t, o, r, transfer.Limits{Stall: 100 * time.Millisecond}, 0)
+	})
 }
 
 // So does one that takes some now and then, when its answer takes too long.
 func TestSlowReaderEnds(t *testing.T) {
-	testSlowReader(t, transfer.Limits{Stall: time.Minute, Base: 200 * time.Millisecond, Rate: 1 << 40}, 64<<10)
+	bothWays(t, func(t *testing.T, o, r Options) {
+		testSlowReader(t, o, r, transfer.Limits{Stall: time.Minute, Base: 200 * time.Millisecond, Rate: 1 << 40}, 64<<10)
+	})
 }
 
-func testSlowReader(t *testing.T, limits transfer.Limits, sip int) {
+func testSlowReader(t *testing.T, o, r Options, limits transfer.Limits, sip int) {
 	const size = 16 << 20
-	owner, reader := newPair(t, size, Options{Limits: limits}, Options{})
+	o.Limits = limits
+	owner, reader := newPair(t, size, o, r)
 	seal := owner.hold(1, 1)
-	slow := greeted(t, owner)
+	slow := greetedBy(t, owner, r.Identity)
 	ask(t, slow, 1, seal, transfer.Copy{Bytes: size})
 	var work sync.WaitGroup
 	defer work.Wait()
@@ -266,10 +275,13 @@ func testSlowReader(t *testing.T, limits transfer.Limits, sip int) {
 
 // Where there are too many connections, the one that waited longest makes room,
 // and its link connects again.
-func TestTooManyConnections(t *testing.T) {
-	owner, reader := newPair(t, 1<<20, Options{MaxConns: 3}, Options{})
+func TestTooManyConnections(t *testing.T) { bothWays(t, testTooManyConnections) }
+
+func testTooManyConnections(t *testing.T, o, r Options) {
+	o.MaxConns = 3
+	owner, reader := newPair(t, 1<<20, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
-	oldest := greeted(t, owner)
+	oldest := greetedBy(t, owner, r.Identity)
 	var links []transfer.Link
 	for range 6 {
 		links = append(links, open(t, reader, owner.peer()))
@@ -316,8 +328,10 @@ func TestAllConnectionsAtWork(t *testing.T) {
 }
 
 // A storm of first contacts is served.
-func TestStorm(t *testing.T) {
-	owner, reader := newPair(t, 1<<20, Options{}, Options{})
+func TestStorm(t *testing.T) { bothWays(t, testStorm) }
+
+func testStorm(t *testing.T, o, r Options) {
+	owner, reader := newPair(t, 1<<20, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	var work sync.WaitGroup
 	for i := range 64 {

@@ -31,6 +31,17 @@ func TestSuiteIPv6(t *testing.T) {
 	transfertest.Run(t, factory("[::1]:0"))
 }
 
+// The suite over TLS, where every node has a certificate of one authority.
+func TestSuiteTLS(t *testing.T) {
+	a := newAuthority(t)
+	transfertest.Run(t, transfertest.Factory{Name: Name, Start: func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+		return Listen(Options{
+			Local: local, Bind: netip.MustParseAddrPort("127.0.0.1:0"), Limits: limits,
+			Identity: issue(t, a, local.Life.Node, nil),
+		})
+	}})
+}
+
 // The suite below the faulty wrapper: what tcp gets then are reads in pieces
 // and in any order.
 func TestSuiteFaulty(t *testing.T) {

@@ -10,6 +10,12 @@
 // never by sendfile, splice or zero copy, which would read the pages after the
 // seal words were looked at.
 //
+// With [Options.Identity] the frames go inside of TLS 1.3, and each side proves
+// with its certificate that it is the node that it says it is, before a byte is
+// given. The owner's bytes are encrypted from where they are and the reader's
+// decrypted by the call that copies them to their place, so all that is said
+// above holds. A connection outlives the certificates that it began with.
+//
 // # Frames
 //
 // Numbers are big endian. Every frame begins with a header of 32 bytes, in both
@@ -40,7 +46,7 @@
 //	           between them.
 //	5 verdict  owner to reader: nothing follows.
 //
-// The verdicts: 1 held, 2 stale, 3 range, 4 identity. A read is answered by one
+// The verdicts: 1 held, 2 stale, 3 range, 4 identity, 5 unproven. A read is answered by one
 // data frame and one verdict, or, if not a byte is given, by a verdict alone,
 // which then is not "held". Answers come in the order of the reads. The owner
 // looks at the seal words before the first byte (stale: not a byte is given),
@@ -50,15 +56,18 @@
 //
 // An owner that is not the life that hello or read asks for answers with the
 // verdict identity and closes the connection; its header then tells who it is.
-// Whatever else does not follow the protocol ends the connection without an
-// answer.
+// One that speaks TLS answers a hello for a node that the reader's certificate
+// does not name, or that is not allowed, with the verdict unproven, and closes
+// the connection. Whatever else does not follow the protocol ends the
+// connection without an answer.
 //
 // # The descriptor
 //
-// Text, the words separated by one space: the protocol version; a word that is
-// equal for two nodes that share a loopback network, "-" if unknown; then up to
-// 8 addresses HOST:PORT, IPv6 in brackets, the first that the reader has a route
-// to is dialled. A loopback address is for readers with the same word only.
+// Text, the words separated by one space: the protocol version; "tls", if the
+// data port speaks that, else nothing; a word that is equal for two nodes that
+// share a loopback network, "-" if unknown; then up to 8 addresses HOST:PORT,
+// IPv6 in brackets, the first that the reader has a route to is dialled. A
+// loopback address is for readers with the same word only.
 package tcp
 
 import (
@@ -75,6 +84,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -92,9 +102,11 @@ type Options struct {
 	Limits    transfer.Limits // of dialling and reading; its Stall and total time also bound how slowly a reader may take an answer
 
 	MaxInFlight int           // requests under way on one connection, as reader and as owner; default 4
-	MaxConns    int           // accepted connections; default 512
+	MaxConns    int           // accepted connections, half of which may be strangers that shake hands; default 512
 	LinkConns   int           // connections of one link, which is how many of its reads run at once; default 4
 	Idle        time.Duration // how long an accepted connection may wait for a request; default 10 min
+
+	Identity *identity.Identity // with it the data port speaks TLS and nothing else, here and at every peer; default: no TLS
 
 	Logger *slog.Logger // default: silence
 }
@@ -125,6 +137,7 @@ type Transport struct {
 	limits     transfer.Limits
 	inFlight   int
 	linkConns  int
+	identity   *identity.Identity
 	log        *slog.Logger
 	machine    string
 	bound      netip.AddrPort
@@ -182,12 +195,15 @@ func serve(listener *net.TCPListener, o Options) (*Transport, error) {
 	}
 	o.Local.Arenas = maps.Clone(o.Local.Arenas)
 	t := &Transport{
-		local: o.Local, limits: o.Limits, inFlight: o.MaxInFlight, linkConns: o.LinkConns, log: o.Logger,
+		local: o.Local, limits: o.Limits, inFlight: o.MaxInFlight, linkConns: o.LinkConns, identity: o.Identity, log: o.Logger,
 		machine: machine(), bound: bound, advertised: addresses, links: map[*link]struct{}{},
 	}
 	t.server = &server{
 		t: t, listener: listener, idle: o.Idle, max: o.MaxConns, closing: make(chan struct{}), conns: map[*served]struct{}{},
 		offer: welcome{owner: o.Local.Life, bytes: maxFrameBytes, copies: maxCopies, seals: maxSeals, inFlight: uint32(o.MaxInFlight)},
+	}
+	if o.Identity != nil {
+		t.server.tls = largeRecords(o.Identity.Server(identity.Data))
 	}
 	t.server.work.Add(1)
 	go t.server.accept()
@@ -198,7 +214,9 @@ func serve(listener *net.TCPListener, o Options) (*Transport, error) {
 func (t *Transport) Name() string { return Name }
 
 // Descriptor is [transfer.Transport.Descriptor].
-func (t *Transport) Descriptor() []byte { return descriptor(t.machine, t.advertised) }
+func (t *Transport) Descriptor() []byte {
+	return descriptor(t.identity != nil, t.machine, t.advertised)
+}
 
 // Bound is where the server listens.
 func (t *Transport) Bound() netip.AddrPort { return t.bound }
@@ -220,7 +238,7 @@ func (t *Transport) open(ctx context.Context, peer transfer.Peer) (*link, error)
 	if err := peer.Life.Node.Validate(); err != nil {
 		return nil, err
 	}
-	addresses, err := parseDescriptor(peer.Descriptor, t.machine)
+	addresses, err := parseDescriptor(peer.Descriptor, t.identity != nil, t.machine)
 	if err != nil {
 		return nil, err
 	}
@@ -277,7 +295,8 @@ type Stats struct {
 	ServedStale uint64 // requests refused or voided because a seal did not hold
 	OutOfRange  uint64 // requests refused because they lie outside of a region
 	Garbage     uint64 // connections ended because of what they sent
-	Strangers   uint64 // connections ended because they meant another life
+	Strangers   uint64 // connections ended because they meant another life, or for who they are
+	Unproven    uint64 // those of them that have no certificate, or one that is refused
 	Evicted     uint64 // waiting connections closed to make room
 	Refused     uint64 // connections refused because all others were at work
 
@@ -286,10 +305,11 @@ type Stats struct {
 }
 
 type counters struct {
-	reads, readBytes, stale, errors               atomic.Uint64
-	served, servedBytes, servedStale              atomic.Uint64
-	outside, garbage, strangers, evicted, refused atomic.Uint64
-	dialled                                       atomic.Int64
+	reads, readBytes, stale, errors       atomic.Uint64
+	served, servedBytes, servedStale      atomic.Uint64
+	outside, garbage, strangers, unproven atomic.Uint64
+	evicted, refused                      atomic.Uint64
+	dialled                               atomic.Int64
 }
 
 // Stats may be called at any time.
@@ -301,7 +321,7 @@ func (t *Transport) Stats() Stats {
 	return Stats{
 		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
 		Served: s.served.Load(), ServedBytes: s.servedBytes.Load(), ServedStale: s.servedStale.Load(),
-		OutOfRange: s.outside.Load(), Garbage: s.garbage.Load(), Strangers: s.strangers.Load(),
+		OutOfRange: s.outside.Load(), Garbage: s.garbage.Load(), Strangers: s.strangers.Load(), Unproven: s.unproven.Load(),
 		Evicted: s.evicted.Load(), Refused: s.refused.Load(),
 		Accepted: accepted, Dialled: int(s.dialled.Load()),
 	}

@@ -2,16 +2,15 @@ package tcp
 
 import (
 	"io"
-	"net"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
 
-// vector is a list of stretches of memory that one readv or writev after the
-// other works off. It is used again for every frame, so that a page costs no
-// allocation. net.Buffers would do for writing, but there is no such thing for
-// reading into many places, and it hides progress.
+// vector is a list of stretches of memory that one call after the other works
+// off. It is used again for every frame, so that a page costs no allocation.
+// net.Buffers would do for writing, but there is no such thing for reading into
+// many places, and it hides progress.
 type vector struct {
 	iov   []unix.Iovec
 	next  int   // first one that is not worked off
@@ -35,9 +34,23 @@ func (v *vector) add(b []byte) {
 	v.left += int64(len(b))
 }
 
-// window is what the next call gets.
+// window is what the next system call gets.
 func (v *vector) window() []unix.Iovec {
 	return v.iov[v.next:min(len(v.iov), v.next+maxVectors)]
+}
+
+// first is what is left of the first stretch; v must not be worked off.
+func (v *vector) first() []byte {
+	e := &v.iov[v.next]
+	return unsafe.Slice(e.Base, int(e.Len))
+}
+
+// gather copies what comes next into b, and returns how many bytes that is.
+func (v *vector) gather(b []byte) (n int) {
+	for i := v.next; i < len(v.iov) && n < len(b); i++ {
+		n += copy(b[n:], unsafe.Slice(v.iov[i].Base, int(v.iov[i].Len)))
+	}
+	return n
 }
 
 // advance drops the n bytes that were moved.
@@ -56,88 +69,41 @@ func (v *vector) advance(n int) {
 	}
 }
 
+// mover moves bytes between a vector and a connection, in one direction.
+type mover interface {
+	// move moves at least a byte of v, which is not worked off, and says how
+	// many; none without an error is the end of the stream. When it has
+	// returned it touches no stretch any more.
+	move(v *vector) (int, error)
+}
+
 // half is one direction of a connection: it moves whole vectors. It serves one
 // goroutine at a time.
 type half struct {
-	v     vector
-	trap  uintptr                               // SYS_READV or SYS_WRITEV
-	wait  func(try func(fd uintptr) bool) error // of syscall.RawConn
-	try   func(fd uintptr) bool                 // the method once, not a closure a call
-	moved func()                                // told after every call that moved a byte; may be nil
-	n     int
-	err   error
+	v  vector
+	by mover
 }
 
-func newHalf(trap uintptr, wait func(func(uintptr) bool) error) *half {
-	h := &half{trap: trap, wait: wait}
-	h.try = h.once
-	return h
+// one moves b alone.
+func (h *half) one(b []byte) error {
+	h.v.reset()
+	h.v.add(b)
+	return h.all()
 }
 
-// once tries one system call, and reports false if the socket is not ready.
-func (h *half) once(fd uintptr) bool {
-	w := h.v.window()
-	for {
-		n, _, errno := unix.Syscall(h.trap, fd, uintptr(unsafe.Pointer(&w[0])), uintptr(len(w)))
-		switch errno {
-		case 0:
-			h.n, h.err = int(n), nil
-			return true
-		case unix.EINTR:
-		case unix.EAGAIN:
-			return false
-		default:
-			h.n, h.err = 0, errno
-			return true
-		}
-	}
-}
-
-// all moves the whole vector. It returns only when no system call runs any
+// all moves the whole vector. It returns only when nothing is on its way any
 // more, so nothing lands after it. The end of the stream is
 // [io.ErrUnexpectedEOF].
 func (h *half) all() error {
 	for h.v.left > 0 {
-		if err := h.wait(h.try); err != nil {
+		n, err := h.by.move(&h.v)
+		h.v.advance(n)
+		if err != nil {
 			return err
 		}
-		if h.err != nil {
-			return h.err
-		}
-		if h.n == 0 {
+		if n == 0 {
 			return io.ErrUnexpectedEOF
-		}
-		h.v.advance(h.n)
-		if h.moved != nil {
-			h.moved()
 		}
 	}
 	return nil
 }
-
-// wire is a TCP connection with both halves.
-type wire struct {
-	tcp     *net.TCPConn
-	in, out *half
-}
-
-func newWire(c *net.TCPConn) (*wire, error) {
-	if err := c.SetNoDelay(true); err != nil {
-		return nil, err
-	}
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	if a, ok := c.RemoteAddr().(*net.TCPAddr); ok && a.IP.IsLoopback() {
-		// Within a machine there is no bottleneck to probe for, and pacing, as of
-		// BBR, costs a quarter of the speed. What is refused costs nothing more.
-		_ = raw.Control(func(fd uintptr) {
-			_ = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
-		})
-	}
-	return &wire{tcp: c, in: newHalf(unix.SYS_READV, raw.Read), out: newHalf(unix.SYS_WRITEV, raw.Write)}, nil
-}
-
-// abort ends both halves. Calls that run return at once.
-func (w *wire) abort() { _ = w.tcp.Close() } // nothing is lost that was not given up
