@@ -41,15 +41,16 @@ func (o *Options) check() error {
 		}
 		o.Advertise = unmap(o.Advertise)
 	}
+	if len(o.Join) > maxSeeds {
+		return fmt.Errorf("%d seeds, want at most %d", len(o.Join), maxSeeds)
+	}
 	for _, seed := range o.Join {
 		if _, _, err := splitSeed(seed); err != nil {
 			return err
 		}
 	}
-	for i, key := range o.Keys {
-		if len(key) != 32 {
-			return fmt.Errorf("gossip key %d has %d bytes, want 32", i, len(key))
-		}
+	if err := o.Ring.check(); err != nil {
+		return err
 	}
 	if o.Handler == nil {
 		return errors.New("handler is missing")
@@ -119,18 +120,23 @@ func advertised(o Options, bound netip.AddrPort) (netip.AddrPort, error) {
 	if err := checkAddress(chosen); err != nil {
 		return netip.AddrPort{}, fmt.Errorf("advertise: %w", err)
 	}
-	if !chosen.Addr().IsLoopback() && !bound.Addr().IsLoopback() {
-		return chosen, nil
+	return chosen, checkSeeds(ctx, o.Join, bound, chosen)
+}
+
+// checkSeeds refuses seeds that could not answer us.
+func checkSeeds(ctx context.Context, seeds []string, bound, advertise netip.AddrPort) error {
+	if !advertise.Addr().IsLoopback() && !bound.Addr().IsLoopback() {
+		return nil
 	}
-	for _, seed := range o.Join {
+	for _, seed := range seeds {
 		addrs, _ := resolve(ctx, seed) // one that has no address yet is tried later
 		for _, a := range addrs {
 			if !a.Addr().IsLoopback() {
-				return netip.AddrPort{}, fmt.Errorf("seed %s is on another machine, but we are bound to %s and advertise %s, a loopback address: bind to one that others can reach", seed, bound, chosen)
+				return fmt.Errorf("seed %s is on another machine, but we are bound to %s and advertise %s, a loopback address: bind to one that others can reach", seed, bound, advertise)
 			}
 		}
 	}
-	return chosen, nil
+	return nil
 }
 
 // routed is the address from which this machine reaches the first seed that

@@ -25,7 +25,7 @@ func TestOptions(t *testing.T) {
 		"no bind":             {func(o *Options) { o.Bind = netip.AddrPort{} }, "bind"},
 		"no handler":          {func(o *Options) { o.Handler = nil }, "handler"},
 		"long label":          {func(o *Options) { o.Label = strings.Repeat("l", MaxLabel+1) }, "label"},
-		"short key":           {func(o *Options) { o.Keys = [][]byte{make([]byte, 32), make([]byte, 16)} }, "key 1"},
+		"short key":           {func(o *Options) { o.Ring.Keys = [][]byte{make([]byte, 32), make([]byte, 16)} }, "key 1"},
 		"seed without port":   {func(o *Options) { o.Join = []string{"10.0.0.1"} }, `"10.0.0.1"`},
 		"seed with port 0":    {func(o *Options) { o.Join = []string{"10.0.0.1:0"} }, `"10.0.0.1:0"`},
 		"role of bad letters": {func(o *Options) { o.Meta.Role = "Both!" }, "role"},

@@ -5,7 +5,6 @@ import (
 	"context"
 	"log/slog"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -20,20 +19,25 @@ type bridge struct {
 	log    *slog.Logger
 	roster *roster
 	count  *counters
+	keys   chan<- struct{} // gets a token when something cannot be read for want of a key
 	closed atomic.Bool
-
-	mu     sync.Mutex
-	second time.Time
-	lines  int
-	hidden int
+	lines  hush
 }
 
 func (b *bridge) Write(p []byte) (int, error) {
-	if bytes.Contains(p, []byte("handler queue full")) {
+	switch {
+	case bytes.Contains(p, []byte("handler queue full")):
 		b.count.queueDrops.Add(1)
-	}
-	if isRefusal(p) {
+		b.count.handoffDrops.Add(1)
+	case isRefusal(p):
 		b.count.badMessages.Add(1)
+	}
+	if bytes.Contains(p, []byte(errStranger.Error())) {
+		return len(p), nil // it was told of
+	}
+	if isKeyTrouble(string(p)) {
+		b.count.unreadable.Add(1)
+		poke(b.keys)
 	}
 	line := strings.TrimSpace(string(p))
 	level := slog.LevelInfo
@@ -50,7 +54,7 @@ func (b *bridge) Write(p []byte) (int, error) {
 	if b.closed.Load() || !b.log.Enabled(ctx, level) {
 		return len(p), nil
 	}
-	hidden, ok := b.pass(time.Now())
+	hidden, ok := b.lines.pass(time.Now(), bridgeLines, time.Second)
 	if !ok {
 		return len(p), nil
 	}
@@ -76,19 +80,16 @@ func isRefusal(line []byte) bool {
 	return false
 }
 
-// pass says whether one more line may be written, and how many were not before.
-func (b *bridge) pass(now time.Time) (hidden int, ok bool) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if now.Sub(b.second) >= time.Second {
-		hidden = b.hidden
-		b.second, b.lines, b.hidden = now, 0, 0
+// isKeyTrouble says that one side has gossip keys that the other has not.
+func isKeyTrouble(text string) bool {
+	for _, trouble := range []string{
+		"no installed keys could decrypt", "encryption is not configured", "remote state is not encrypted", "Decrypt packet failed",
+	} {
+		if strings.Contains(text, trouble) {
+			return true
+		}
 	}
-	if b.lines++; b.lines > bridgeLines {
-		b.hidden++
-		return 0, false
-	}
-	return hidden, true
+	return false
 }
 
 // rename puts the stable name for every name of memberlist in a line.

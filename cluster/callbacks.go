@@ -23,7 +23,7 @@ const (
 // state.
 type callbacks struct {
 	wake   chan struct{} // one token: roster or inbox has something
-	meta   []byte
+	meta   atomic.Pointer[[]byte]
 	state  atomic.Pointer[[]byte]
 	roster roster
 	inbox  inbox
@@ -40,12 +40,19 @@ var (
 
 func newCallbacks(self id.Life, meta Meta, advertise netip.Addr, count *counters) *callbacks {
 	wake := make(chan struct{}, 1)
-	return &callbacks{
-		wake: wake, meta: meta.encode(), count: count,
+	c := &callbacks{
+		wake: wake, count: count,
 		roster: newRoster(self, advertise, wake, count),
 		inbox:  inbox{wake: wake, count: count},
 		ring:   ring{count: count},
 	}
+	c.setMeta(meta)
+	return c
+}
+
+func (c *callbacks) setMeta(m Meta) {
+	b := m.encode()
+	c.meta.Store(&b)
 }
 
 func (c *callbacks) setState(state []byte) {
@@ -58,7 +65,7 @@ func (c *callbacks) close() {
 	c.inbox.close()
 }
 
-func (c *callbacks) NodeMeta(int) []byte { return c.meta }
+func (c *callbacks) NodeMeta(int) []byte { return *c.meta.Load() }
 
 func (c *callbacks) NotifyMsg(b []byte) { c.inbox.message(b) }
 

@@ -20,13 +20,31 @@
 // them run under its locks (callbacks.go). [Handler] is called by one goroutine
 // of the cluster, serve.
 //
-// What it defends against: without a gossip key nobody becomes a member, reads
-// or forges a byte, or makes it hold more than a few MiB (transport.go). It
-// does not defend against whoever has a key: such a one can forge anything
-// about anyone, can have a node fenced, and can replay. Keep the port behind a
-// firewall too: a stranger can occupy the few streams that push/pull needs. A
-// cluster without keys trusts everyone who reaches its port. Packets are
-// encrypted under random nonces, so a key should not outlive 2^32 of them.
+// # Who gets in
+//
+// There are two locks. A gossip key opens packets and streams: without one
+// nobody becomes a member, reads or forges a byte, or makes us hold more than a
+// few MiB (stream.go). A certificate ([Options.Identity]) proves a name: with it
+// streams are TLS, and whoever has not been called by its name and proved it is
+// no member for us, gossip key or not (prove.go).
+//
+// What a gossip key alone can do: read and forge items, forge goodbyes, deaths,
+// and newer lives, so have a member leave or a node fenced, change the gossip
+// keys, and be gossiped to by memberlist. Nothing that items say may therefore be
+// believed further than as a hint. Packets can be recorded and sent again:
+// membership and rings only ever move forward, items are their owner's business.
+// A stranger can occupy the few streams that push/pull needs, and delay what is
+// said about keys, so keep the port behind a firewall. A cluster without keys
+// trusts everyone who reaches its port.
+//
+// Gossip keys are changed while all run, in three steps with a barrier each:
+// add, use, remove ([Cluster.AddKey], rotate.go). A ring has a generation, and
+// the newest one that a member hears of is the one that it uses; members that
+// were away ask for it before they call, under whatever key they still share
+// (envelope.go, tend.go). Packets are encrypted under random nonces, so of those
+// under one key there should not be more than 2^32 in the whole cluster
+// ([Stats].KeyPackets), and a new key travels under an old one: rotation is no
+// cure for one that was stolen.
 package cluster
 
 import (
@@ -41,6 +59,7 @@ import (
 	"github.com/hashicorp/memberlist"
 
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 )
 
 var (
@@ -55,16 +74,21 @@ var (
 	// ErrFenced: another member lives under our name with a higher incarnation.
 	ErrFenced = errors.New("a newer life of this node is in the cluster")
 	ErrClosed = errors.New("cluster is closed")
+	// ErrUntold: it may be a while until all know.
+	ErrUntold = errors.New("may not have been heard yet")
 )
+
+// updateMax is how long a change of our metadata may take to reach a member.
+const updateMax = time.Second
 
 const (
 	// MaxItem is the longest item in bytes.
 	MaxItem = 1300
 	// MaxState is the longest state in bytes.
 	MaxState = 1 << 20
-	// MaxLabel is the longest label in bytes: with it a packet still fits
-	// into an Ethernet frame.
-	MaxLabel = 60
+	// MaxLabel is the longest label in bytes. With it the longest items are pushed,
+	// and not offered again.
+	MaxLabel = id.MaxNode
 )
 
 // Member is a live member.
@@ -87,6 +111,8 @@ type Handler interface {
 	// Left: this life is gone: hide what it owns. It may come back, if it was
 	// only out of reach. graceful says that it said goodbye.
 	Left(m Member, graceful bool)
+	// Updated: what the member tells of itself has changed, in the same life.
+	Updated(m Member)
 	// MergeState delivers what another member gave to SetState, at join and
 	// from time to time.
 	MergeState(state []byte)
@@ -100,13 +126,18 @@ type Options struct {
 	Bind      netip.AddrPort // required; port 0: any (the same for tcp and udp)
 	Advertise netip.AddrPort // port 0: the bound one; default: the bound address, or the one from which the first seed is reached if that is unspecified
 	Join      []string       // host:port of seeds; none: alone
-	Keys      [][]byte       // gossip keyring, 32 bytes each, the first one encrypts; none: plain
-	Fast      bool           // shorter durations, for tests
-	Fanout    int            // members that an item is pushed to at first sight; default 4
-	Again     int            // times it is offered after that; default 1, negative: never
-	Linger    time.Duration  // how long an item waits for company in its packet; default 0
-	Handler   Handler        // required
-	Logger    *slog.Logger   // default: silent
+	Ring      Ring           // gossip keys; none: plain
+	// SaveRing keeps a ring before it is used; an error refuses it. It is called
+	// by one goroutine at a time, of the cluster or of who changes the keys. nil:
+	// rings are not kept.
+	SaveRing func(Ring) error
+	Identity *identity.Identity // who we are to others, and they to us, on streams; nil: nobody proves a name
+	Fast     bool               // shorter durations, for tests
+	Fanout   int                // members that an item is pushed to at first sight; default 4
+	Again    int                // times it is offered after that; default 1, negative: never
+	Linger   time.Duration      // how long an item waits for company in its packet; default 0
+	Handler  Handler            // required
+	Logger   *slog.Logger       // default: silent
 }
 
 // Stats are counters since the start, and gauges.
@@ -114,29 +145,42 @@ type Stats struct {
 	ItemsOut     uint64 // given to Broadcast and Send, and accepted
 	ItemsIn      uint64 // delivered to the Handler
 	ItemsDropped uint64 // refused since the outbox was full
-	RingDropped  uint64 // not offered again since the ring was full
+	RingDropped  uint64 // not offered again since the ring was full, or memberlist has never room for so long an item
+	PushesFailed uint64 // packets of items that could not be sent to a member
 	BytesOut     uint64 // on the wire, packets and streams
 	BytesIn      uint64
 	PacketsOut   uint64
 	PacketsIn    uint64
 	BadMessages  uint64 // could not be decoded, or came from a stranger: another key, none, or another label
 	QueueDrops   uint64 // packets, messages, and states that found a queue full
+	HandoffDrops uint64 // of them those in memberlist's own queue
 	Refused      uint64 // announcements of members: stale, malformed, out of reach, or too many
 	Collisions   uint64 // two names with one hash: the second was refused
 	Conflicts    uint64 // one life at two addresses
 	Diverged     uint64 // times our table had to be mended from memberlist's
-	StreamsCut   uint64 // streams that were cut for being too long
-	Outbox, Ring int
-	Members      int // live ones, ourselves included
+	StreamsCut   uint64 // streams that were cut for being too long, or too slow to prove a name
+	Strangers    uint64 // streams that were refused: no certificate, another's, or TLS on one side only
+	Unreadable   uint64 // packets and streams that one side had no gossip key for
+
+	Outbox, Ring int           // items that wait to be pushed, and to be offered again
+	OutboxAge    time.Duration // of the oldest that waits to be pushed
+	Members      int           // live ones, ourselves included
+
+	// Keys are those on the ring. Of the packets under one key there should be no
+	// more than 2^32 in the whole cluster, since nonces are random: KeyPackets are
+	// ours since we use this one, at most. KeySaves are rings that SaveRing has
+	// refused.
+	Keys          int
+	KeyGeneration uint64
+	KeyPackets    uint64
+	KeySaves      uint64
 }
 
 // Cluster is one member. It is safe for concurrent use.
 type Cluster struct {
 	life      id.Life
-	meta      Meta
 	bound     netip.AddrPort
 	advertise netip.AddrPort
-	seeds     []string
 	fanout    int
 	again     int
 	linger    time.Duration
@@ -149,15 +193,20 @@ type Cluster struct {
 	transport *transport
 	bridge    *bridge
 	calls     *callbacks
+	keys      *keyring
 	outbox    outbox
 	joining   joining
 	leaving   leaving
+
+	rotating    chan struct{} // a token: who holds it changes the gossip keys of all
+	ringTrouble hush
 
 	done <-chan struct{} // closed by Close
 	stop context.CancelFunc
 	end  func() error // shutdown, once
 
-	mu     sync.Mutex // guards closed, left, and that nothing is added to work after closed
+	mu     sync.Mutex // guards what follows, and that nothing is added to work after closed
+	meta   Meta
 	closed bool
 	left   bool
 	work   sync.WaitGroup
@@ -186,7 +235,7 @@ func start(o Options) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := newTransport(tcp, udp, count, log)
+	t := newTransport(tcp, udp, o, count, log)
 	advertise, err := advertised(o, t.bound)
 	if err != nil {
 		return nil, errors.Join(err, t.Shutdown())
@@ -194,9 +243,10 @@ func start(o Options) (*Cluster, error) {
 	t.advertise = advertise
 
 	c := &Cluster{
-		life: o.Life, meta: o.Meta, bound: t.bound, advertise: advertise, seeds: o.Join,
+		life: o.Life, meta: o.Meta, bound: t.bound, advertise: advertise,
 		fanout: o.Fanout, again: max(o.Again, 0), linger: o.Linger, time: timings(o.Fast),
 		handler: o.Handler, log: log, counters: count, transport: t,
+		keys: newKeyring(o, count), rotating: make(chan struct{}, 1),
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	c.done, c.stop = ctx.Done(), stop
@@ -206,7 +256,11 @@ func start(o Options) (*Cluster, error) {
 	c.joining.check("", 0)
 	c.leaving.init()
 	c.calls = newCallbacks(o.Life, o.Meta, advertise.Addr(), count)
-	c.bridge = &bridge{log: log, roster: &c.calls.roster, count: count}
+	c.calls.ring.most = offerBytes(o)
+	if o.Identity != nil {
+		c.calls.roster.proves = make(chan struct{}, 1)
+	}
+	c.bridge = &bridge{log: log, roster: &c.calls.roster, count: count, keys: c.keys.hint}
 	c.list, err = memberlist.Create(c.config(o))
 	if err != nil {
 		c.stop()
@@ -215,6 +269,14 @@ func start(o Options) (*Cluster, error) {
 	c.work.Go(c.serve)
 	c.work.Go(c.push)
 	c.work.Go(func() { c.join(ctx) })
+	if !c.keys.plain() {
+		c.work.Go(func() { c.tend(ctx) })
+	}
+	if o.Identity != nil {
+		for range provers {
+			c.work.Go(c.prove)
+		}
+	}
 	return c, nil
 }
 
@@ -264,13 +326,28 @@ func (c *Cluster) Send(to id.Node, items ...[]byte) error {
 	for rest := items; len(rest) > 0; {
 		var message []byte
 		message, rest = pack(rest)
-		if err := c.list.SendBestEffort(&p.to, message); err != nil {
+		if err := c.tell(p, message); err != nil {
 			return fmt.Errorf("send to %s: %w", to, err)
 		}
 	}
 	c.counters.itemsOut.Add(uint64(len(items)))
 	return nil
 }
+
+// tell sends a message to a member, by best effort. Where packets are encrypted
+// memberlist's checksum would prove nothing, and make the longest too long.
+func (c *Cluster) tell(p peer, message []byte) error {
+	if !c.keys.plain() {
+		p.to.PMax = 0
+	}
+	return c.list.SendBestEffort(&p.to, message)
+}
+
+// Room is how many bytes the outbox takes now, [MaxRoom] if it is empty; many
+// short items fill it sooner. The upper half is for all, the lower for what the
+// owner has to say itself: whoever passes on items of others does so only while
+// there is more than half of MaxRoom. They have others who pass them on.
+func (c *Cluster) Room() int { return c.outbox.room() }
 
 // SetState replaces what we tell others of our owner's state by push/pull, at
 // join and from time to time; at most [MaxState] bytes. It copies.
@@ -291,16 +368,44 @@ func (c *Cluster) Fenced() <-chan struct{} { return c.calls.roster.fenced }
 // included. Members answer it at join from what they remember.
 func (c *Cluster) Newest() id.Incarnation { return c.calls.roster.newestOwn() }
 
+// SetDraining tells all members that we take nothing new and will leave. Once is
+// enough. If the error wraps [ErrUntold] it was not seen to reach one in time, and
+// will be told with what members exchange from time to time.
+func (c *Cluster) SetDraining() error {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return fmt.Errorf("set draining: %w", ErrClosed)
+	}
+	if c.meta.Draining {
+		c.mu.Unlock()
+		return nil
+	}
+	c.meta.Draining = true
+	c.calls.setMeta(c.meta)
+	c.mu.Unlock()
+	// A duration of 0 would wait for ever.
+	if err := c.list.UpdateNode(updateMax); err != nil {
+		return fmt.Errorf("set draining: %w: %w", ErrUntold, err)
+	}
+	return nil
+}
+
 // Members are the live members, ourselves included, by name.
 func (c *Cluster) Members() []Member {
-	return c.calls.roster.list(Member{Life: c.life, Gossip: c.advertise, Meta: c.meta, Self: true})
+	c.mu.Lock()
+	self := Member{Life: c.life, Gossip: c.advertise, Meta: c.meta, Self: true}
+	c.mu.Unlock()
+	return c.calls.roster.list(self)
 }
 
 // Stats returns the counters.
 func (c *Cluster) Stats() Stats {
 	s := c.counters.stats()
-	s.Outbox = c.outbox.len()
+	s.Outbox, s.OutboxAge = c.outbox.state(time.Now())
 	s.Ring = c.calls.ring.len()
+	_, own := c.keys.now()
+	s.Keys, s.KeyGeneration = len(own.ids), own.generation
 	s.Members = 1 + c.calls.roster.len()
 	return s
 }
@@ -371,10 +476,15 @@ func (c *Cluster) serve() {
 // settle tells the Handler what has changed in the roster.
 func (c *Cluster) settle() {
 	for _, ch := range c.calls.roster.settle(time.Now(), c.time.goodbye) {
-		if ch.joined {
+		switch {
+		case ch.joined:
 			c.log.Info("member joined", "node", ch.member.Life.Node, "incarnation", uint64(ch.member.Life.Incarnation), "address", ch.member.Gossip)
+			c.askRing(c.keys.idle, ch.member.Gossip)
 			c.handler.Joined(ch.member)
-		} else {
+		case ch.updated:
+			c.log.Info("member updated", "node", ch.member.Life.Node, "incarnation", uint64(ch.member.Life.Incarnation), "draining", ch.member.Meta.Draining)
+			c.handler.Updated(ch.member)
+		default:
 			c.log.Info("member left", "node", ch.member.Life.Node, "incarnation", uint64(ch.member.Life.Incarnation), "graceful", ch.graceful)
 			c.handler.Left(ch.member, ch.graceful)
 			if !ch.graceful {
@@ -406,6 +516,8 @@ func (c *Cluster) receive(b []byte) {
 	case kindItems:
 		c.counters.itemsIn.Add(uint64(len(m.items)))
 		c.handler.Items(m.items)
+	case kindRingAsk, kindRingAnswer: // only in envelopes
+		c.counters.badMessages.Add(1)
 	case kindAsk:
 		c.answer(m)
 	case kindAnswer:

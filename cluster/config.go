@@ -17,6 +17,9 @@ type timing struct {
 	patience, remind            time.Duration // not joined after the one is said, and then every other
 	joinMax                     time.Duration // between calls to seeds before that
 	goodbye                     time.Duration // how long a goodbye is believed
+	barrier                     time.Duration // what all members have to answer a step of a rotation
+	hint                        time.Duration // from the first packet that cannot be read to a question about keys
+	proof                       time.Duration // between tries to call a member by its name
 }
 
 func timings(fast bool) timing {
@@ -30,6 +33,7 @@ func timings(fast bool) timing {
 			rejoinSoon: 100 * time.Millisecond, fresh: 3 * time.Second,
 			patience: 500 * time.Millisecond, remind: 3 * time.Second,
 			joinMax: 500 * time.Millisecond, goodbye: 3 * time.Second,
+			barrier: 5 * time.Second, hint: 50 * time.Millisecond, proof: 100 * time.Millisecond,
 		}
 	}
 	return timing{
@@ -39,6 +43,7 @@ func timings(fast bool) timing {
 		rejoinSoon: time.Second, fresh: 30 * time.Second,
 		patience: 5 * time.Second, remind: 30 * time.Second,
 		joinMax: 2 * time.Second, goodbye: 30 * time.Second,
+		barrier: 10 * time.Second, hint: 500 * time.Millisecond, proof: time.Second,
 	}
 }
 
@@ -62,13 +67,20 @@ func (c *Cluster) config(o Options) *memberlist.Config {
 	m.GossipToTheDeadTime = c.time.dead
 	m.TCPTimeout = c.time.stream
 	m.HandoffQueueDepth = inboxMessages
-	m.UDPBufferSize = maxMessage
-	m.EnableCompression = false // costs more than a packet does
+	m.UDPBufferSize = maxPacket - checksum // which it does not count
+	m.EnableCompression = false            // costs more than a packet does
 
 	m.GossipVerifyIncoming, m.GossipVerifyOutgoing = true, true
-	if len(o.Keys) > 0 {
-		// check has looked at their lengths, all that could be wrong with them
-		m.Keyring, _ = memberlist.NewKeyring(o.Keys, o.Keys[0])
-	}
+	m.Keyring = c.keys.list
 	return m
+}
+
+// offerBytes is the longest message that memberlist ever has room for in its
+// own packets, where it counts two bytes for the packet and three for a message.
+func offerBytes(o Options) int {
+	n := maxPacket - checksum - labelHeader - len(o.Label) - 2 - 3
+	if len(o.Ring.Keys) > 0 {
+		n -= encryption
+	}
+	return n
 }

@@ -23,6 +23,7 @@ func (p printer) Items(items [][]byte) {
 }
 func (p printer) Joined(m cluster.Member)   { p.joined <- m.Life.Node }
 func (p printer) Left(cluster.Member, bool) {}
+func (p printer) Updated(cluster.Member)    {}
 func (p printer) MergeState(state []byte)   {}
 
 func Example() {

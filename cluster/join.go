@@ -36,17 +36,21 @@ type joining struct {
 	loss  chan struct{} // one token: a member was lost
 
 	mu       sync.Mutex
-	seeds    int // that are not ourselves
+	list     []string // seeds, as they were given
+	seeds    int      // of them that are not ourselves
 	listedBy map[id.Node]bool
-	deaf     map[id.Node]int // how often they have said that they do not
-	last     error           // why the last call failed
+	callings map[uint64]*calling // by nonce
+	deaf     map[id.Node]int     // how often they have said that they do not
+	refused  bool                // somebody has
+	last     error               // why the last call failed
 	joined   bool
 	stopped  bool
 }
 
 func (j *joining) init(seeds []string) {
 	j.nonce = rand.Uint64()
-	j.seeds = len(seeds)
+	j.list, j.seeds = slices.Clone(seeds), len(seeds)
+	j.callings = map[uint64]*calling{}
 	j.done, j.over, j.loss = make(chan struct{}), make(chan struct{}), make(chan struct{}, 1)
 	j.listedBy, j.deaf = map[id.Node]bool{}, map[id.Node]int{}
 }
@@ -95,6 +99,7 @@ func (j *joining) unlisted(by id.Node) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.deaf[by]++
+	j.refused = true
 }
 
 // overdue returns one node that has to be called, if any.
@@ -147,13 +152,30 @@ func (c *Cluster) Joined(ctx context.Context) error {
 	case <-ctx.Done():
 		c.joining.mu.Lock()
 		defer c.joining.mu.Unlock()
-		err := fmt.Errorf("join %s: only %d members list us, want %d: %w", strings.Join(c.seeds, ", "),
+		err := fmt.Errorf("join %s: only %d members list us, want %d: %w", strings.Join(c.joining.list, ", "),
 			len(c.joining.listedBy), c.joining.need(c.calls.roster.len()), context.Cause(ctx))
-		if c.joining.last != nil {
-			err = fmt.Errorf("%w; last: %w", err, c.joining.last)
+		if last := c.suspect(c.joining.last); last != nil {
+			err = fmt.Errorf("%w; last: %w", err, last)
 		}
 		return err
 	}
+}
+
+// suspect adds to what went wrong with a call what an operator may have got
+// wrong. nil stays nil, unless packets come that we have no key for.
+func (c *Cluster) suspect(err error) error {
+	switch {
+	case c.counters.unreadable.Load() > 0 || err != nil && isKeyTrouble(err.Error()):
+		_, own := c.keys.now()
+		hint := fmt.Errorf("gossip keys may differ (cluster.keyring): this node has %s", own)
+		if err != nil {
+			hint = fmt.Errorf("%w; %w", err, hint)
+		}
+		return hint
+	case err != nil && strings.HasSuffix(err.Error(), "EOF"):
+		return fmt.Errorf("%w: they hang up: is cluster.name the same there, and security.certificate set on all nodes or on none", err)
+	}
+	return err
 }
 
 // NotJoined is nil once we are joined; until then it says what went wrong last,
@@ -161,17 +183,23 @@ func (c *Cluster) Joined(ctx context.Context) error {
 func (c *Cluster) NotJoined() error {
 	c.joining.mu.Lock()
 	defer c.joining.mu.Unlock()
-	switch {
-	case c.joining.joined:
+	if c.joining.joined {
 		return nil
-	case c.joining.last != nil:
-		return fmt.Errorf("%w: %w", errUnlisted, c.joining.last)
-	default:
-		return errUnlisted
 	}
+	last := c.suspect(c.joining.last)
+	if last == nil && c.joining.refused && c.transport.identity != nil {
+		last = errUnproved
+	}
+	if last != nil {
+		return fmt.Errorf("%w: %w", errUnlisted, last)
+	}
+	return errUnlisted
 }
 
-var errUnlisted = errors.New("no seed lists this node yet")
+var (
+	errUnlisted = errors.New("no seed lists this node yet")
+	errUnproved = errors.New("they answer, but may not be able to call it by its name: can they reach it, and is security.certificate of this node; their logs say more")
+)
 
 // join calls seeds and lost members until the cluster ends: often until we are
 // joined, then from time to time, since after a long partition neither side
@@ -184,7 +212,7 @@ func (c *Cluster) join(ctx context.Context) {
 	for rounds := 0; ; {
 		joined := c.joining.check("", c.calls.roster.len())
 		if now := time.Now(); !joined && !now.Before(warn) {
-			c.log.Warn("not joined yet", "after", now.Sub(start).Round(time.Second), "seeds", c.seeds, "err", c.NotJoined())
+			c.log.Warn("not joined yet", "after", now.Sub(start).Round(time.Second), "seeds", c.joining.all(), "err", c.NotJoined())
 			warn = now.Add(c.time.remind)
 		}
 		if now := time.Now(); !now.Before(call) {
@@ -242,6 +270,7 @@ func (c *Cluster) Call(node id.Node) {
 	if !ok || c.over() || rand.IntN(max(others, 1)) >= callers {
 		return
 	}
+	c.learn(context.Background(), []netip.AddrPort{p.Gossip})
 	if _, err := c.list.Join([]string{p.Gossip.String()}); err != nil {
 		c.log.Debug("call member", "node", node, "err", oneLine(err))
 	}
@@ -253,7 +282,6 @@ func between(low, high time.Duration) time.Duration { return low + rand.N(high-l
 
 // call has memberlist join some of those that are not members.
 func (c *Cluster) call(ctx context.Context, joined bool) {
-	self := func(a netip.AddrPort) bool { return a == c.advertise || a == c.bound }
 	skip := map[netip.AddrPort]bool{c.advertise: true, c.bound: true}
 	most := callSeeds
 	if joined {
@@ -263,23 +291,23 @@ func (c *Cluster) call(ctx context.Context, joined bool) {
 		}
 	}
 	var errs []error
-	var call []string
-	seeds := 0
-	for _, i := range rand.Perm(len(c.seeds)) {
-		if _, err := netip.ParseAddrPort(c.seeds[i]); err != nil && len(call) >= most {
+	var call []netip.AddrPort
+	all, seeds := c.joining.all(), 0
+	for _, i := range rand.Perm(len(all)) {
+		if _, err := netip.ParseAddrPort(all[i]); err != nil && len(call) >= most {
 			seeds++ // a name: not worth a look-up
 			continue
 		}
-		addrs, err := resolve(ctx, c.seeds[i])
+		addrs, err := resolve(ctx, all[i])
 		if err != nil {
 			errs = append(errs, err)
 		}
-		if !slices.ContainsFunc(addrs, self) {
+		if !slices.ContainsFunc(addrs, c.isSelf) {
 			seeds++
 		}
 		for _, a := range addrs {
 			if !skip[a] && len(call) < most {
-				call = append(call, a.String())
+				call = append(call, a)
 			}
 		}
 	}
@@ -289,20 +317,11 @@ func (c *Cluster) call(ctx context.Context, joined bool) {
 		lost = c.calls.roster.lostSince(time.Time{})
 	}
 	if len(lost) > 0 {
-		call = append(call, lost[rand.IntN(len(lost))].String())
+		call = append(call, lost[rand.IntN(len(lost))])
 	}
-	for _, a := range call {
-		if c.over() {
-			return
-		}
-		if _, err := c.list.Join([]string{a}); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	err := errors.Join(errs...)
-	if err != nil {
-		err = errors.New(oneLine(err)) // memberlist's have several
-	}
+	c.learn(ctx, call)
+	errs = append(errs, c.dial(ctx, call))
+	err := lined(errors.Join(errs...))
 	c.joining.mu.Lock()
 	first := c.joining.last == nil
 	c.joining.last = err
@@ -311,6 +330,30 @@ func (c *Cluster) call(ctx context.Context, joined bool) {
 		c.log.Info("call members that are missing; more will be tried", "err", err)
 	}
 }
+
+// dial has memberlist join whoever is at the addresses.
+func (c *Cluster) dial(ctx context.Context, addrs []netip.AddrPort) error {
+	var errs []error
+	for _, a := range addrs {
+		if ctx.Err() != nil {
+			break
+		}
+		if _, err := c.list.Join([]string{a.String()}); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// lined is an error in one line: memberlist's have several.
+func lined(err error) error {
+	if err == nil {
+		return nil
+	}
+	return errors.New(oneLine(err))
+}
+
+func (c *Cluster) isSelf(a netip.AddrPort) bool { return a == c.advertise || a == c.bound }
 
 // ask asks some members whether they list us, and calls one that does not.
 func (c *Cluster) ask(silent []peer) {
@@ -322,7 +365,7 @@ func (c *Cluster) ask(silent []peer) {
 	rand.Shuffle(len(silent), func(i, k int) { silent[i], silent[k] = silent[k], silent[i] })
 	question := encodeCall(kindAsk, c.joining.nonce, c.life, c.advertise)
 	for _, p := range silent[:min(askMembers, len(silent))] {
-		if err := c.list.SendBestEffort(&p.to, question); err != nil {
+		if err := c.tell(p, question); err != nil {
 			c.log.Debug("ask member", "node", p.Life.Node, "err", err)
 		}
 	}
@@ -340,6 +383,7 @@ func (c *Cluster) answer(m message) {
 // answered handles what came back.
 func (c *Cluster) answered(m message) {
 	switch {
+	case m.life.Node != c.life.Node && c.joining.heard(m.nonce, m.listed):
 	case m.nonce == c.leaving.nonce:
 		c.leaving.heard(m.life.Node)
 	case m.nonce == c.joining.nonce && m.life.Node != c.life.Node:

@@ -111,7 +111,7 @@ func (c *Cluster) goodbye(ctx context.Context) error {
 	defer again.Stop()
 	for told := false; !told && time.Now().Before(end); {
 		for _, p := range c.leaving.silent() {
-			if err := c.list.SendBestEffort(&p.to, bye); err != nil {
+			if err := c.tell(p, bye); err != nil {
 				c.log.Debug("say goodbye", "node", p.Life.Node, "err", err)
 			}
 		}

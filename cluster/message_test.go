@@ -25,9 +25,11 @@ var (
 	goldLife = id.Life{Node: "prefill-0.rack", Incarnation: 1764547200000000}
 	goldMeta = map[string]Meta{
 		"meta":       {Role: "prefill", Group: "tp8", Peer: mustAddr("10.1.2.3:7901"), Fingerprint: 0x0123456789abcdef},
+		"meta-drain": {Role: "prefill", Group: "tp8", Peer: mustAddr("10.1.2.3:7901"), Fingerprint: 0x0123456789abcdef, Draining: true},
 		"meta-ipv6":  {Role: "both", Peer: mustAddr("[fd00::1]:7901")},
 		"meta-empty": {},
 	}
+	goldRing    = Ring{Generation: 3, Keys: [][]byte{bytes.Repeat([]byte{1}, KeyBytes), bytes.Repeat([]byte{2}, KeyBytes)}}
 	goldMessage = map[string]struct {
 		bytes []byte
 		want  message
@@ -36,9 +38,18 @@ var (
 			encodeItems([][]byte{[]byte("a"), bytes.Repeat([]byte("b"), 127), bytes.Repeat([]byte("c"), 128)}),
 			message{kind: kindItems, items: [][]byte{[]byte("a"), bytes.Repeat([]byte("b"), 127), bytes.Repeat([]byte("c"), 128)}},
 		},
-		"ask":    {encodeCall(kindAsk, 42, goldLife, mustAddr("10.1.2.3:7900")), message{kind: kindAsk, nonce: 42, life: goldLife, gossip: mustAddr("10.1.2.3:7900")}},
-		"answer": {encodeAnswer(42, goldLife, true, 9), message{kind: kindAnswer, nonce: 42, life: goldLife, listed: true, newest: 9}},
-		"bye":    {encodeCall(kindBye, 42, goldLife, mustAddr("[fd00::1]:7900")), message{kind: kindBye, nonce: 42, life: goldLife, gossip: mustAddr("[fd00::1]:7900")}},
+		"ask":      {encodeCall(kindAsk, 42, goldLife, mustAddr("10.1.2.3:7900")), message{kind: kindAsk, nonce: 42, life: goldLife, gossip: mustAddr("10.1.2.3:7900")}},
+		"answer":   {encodeAnswer(42, goldLife, true, 9), message{kind: kindAnswer, nonce: 42, life: goldLife, listed: true, newest: 9}},
+		"ring-ask": {encodeRingAsk(42, goldRing.edition()), message{kind: kindRingAsk, nonce: 42, edition: goldRing.edition()}},
+		"ring-same": {
+			encodeRingAnswer(42, goldLife, goldRing.edition(), nil, "cannot keep the ring: no space left"),
+			message{kind: kindRingAnswer, nonce: 42, life: goldLife, edition: goldRing.edition(), trouble: "cannot keep the ring: no space left"},
+		},
+		"ring-news": {
+			encodeRingAnswer(42, goldLife, goldRing.edition(), goldRing.Keys, ""),
+			message{kind: kindRingAnswer, nonce: 42, life: goldLife, edition: goldRing.edition(), keys: goldRing.Keys},
+		},
+		"bye": {encodeCall(kindBye, 42, goldLife, mustAddr("[fd00::1]:7900")), message{kind: kindBye, nonce: 42, life: goldLife, gossip: mustAddr("[fd00::1]:7900")}},
 	}
 )
 
@@ -94,6 +105,15 @@ func TestMessageRefuses(t *testing.T) {
 		"answer 2":         append(append(append([]byte{1, kindAnswer}, make([]byte, 8)...), appendLife(nil, goldLife)...), 2, 0, 0, 0, 0, 0, 0, 0, 0),
 		"ask from nowhere": encodeCall(kindAsk, 1, goldLife, netip.AddrPort{}),
 		"ask from port 0":  encodeCall(kindAsk, 1, goldLife, mustAddr("10.0.0.1:0")),
+		"ring? of no keys": encodeRingAsk(1, edition{generation: 1}),
+		"ring? of nine":    encodeRingAsk(1, ringOf(1, 1, 2, 3, 4, 5, 6, 7, 8, 9).edition()),
+		"ring? twice":      encodeRingAsk(1, ringOf(1, 1, 1).edition()),
+		"ring? past all":   encodeRingAsk(1, ringOf(maxGeneration+1, 1).edition()),
+		"ring? and more":   append(encodeRingAsk(1, goldRing.edition()), 0),
+		"ring, wrong key":  encodeRingAnswer(1, goldLife, goldRing.edition(), [][]byte{key(1), key(3)}, ""),
+		"ring, one key":    encodeRingAnswer(1, goldLife, goldRing.edition(), goldRing.Keys[:1], ""),
+		"ring, two lines":  bytes.Replace(encodeRingAnswer(1, goldLife, goldRing.edition(), nil, "a b"), []byte("a b"), []byte("a\nb"), 1),
+		"ring of nobody":   encodeRingAnswer(1, id.Life{Incarnation: 1}, goldRing.edition(), nil, ""),
 		"ask to a crowd":   encodeCall(kindAsk, 1, goldLife, mustAddr("224.0.0.1:7900")),
 	} {
 		if m, err := decodeMessage(b); err == nil {
@@ -108,7 +128,7 @@ func TestMeta(t *testing.T) {
 		Peer: mustAddr("[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff]:65535"),
 	}
 	longest.Peer = mustAddr("[fd00:ffff:ffff:ffff:ffff:ffff:ffff:ffff]:65535")
-	if b := longest.encode(); len(b) > 119 {
+	if b := longest.encode(); len(b) > 120 {
 		t.Errorf("the longest has %d bytes", len(b))
 	} else if got, err := decodeMeta(b); err != nil || got != longest {
 		t.Errorf("the longest came back as %+v, %v", got, err)
@@ -129,6 +149,15 @@ func TestMeta(t *testing.T) {
 	} {
 		if _, err := decodeMeta(m.encode()); err == nil {
 			t.Errorf("bad %s was taken", name)
+		}
+	}
+}
+
+func TestTroubleIsPrintable(t *testing.T) {
+	for _, s := range []string{"", "no space left", strings.Repeat("x", 1000), strings.Repeat("é", 101), "two\nlines\x00\xff"} {
+		got := printable(s)
+		if len(got) > maxTrouble || printable(got) != got || strings.ContainsAny(got, "\n\x00") {
+			t.Errorf("%q becomes %q", s, got)
 		}
 	}
 }
@@ -190,6 +219,10 @@ func FuzzMessage(f *testing.F) {
 			again = encodeCall(m.kind, m.nonce, m.life, m.gossip)
 		case kindAnswer:
 			again = encodeAnswer(m.nonce, m.life, m.listed, m.newest)
+		case kindRingAsk:
+			again = encodeRingAsk(m.nonce, m.edition)
+		case kindRingAnswer:
+			again = encodeRingAnswer(m.nonce, m.life, m.edition, m.keys, m.trouble)
 		}
 		if !bytes.Equal(again, b) {
 			t.Errorf("%x was read as %+v, which is %x", b, m, again)

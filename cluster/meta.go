@@ -15,6 +15,7 @@ type Meta struct {
 	Group       id.Group       // at most 64 bytes, spelled like a node's name
 	Peer        netip.AddrPort // advertised address of the peer service
 	Fingerprint uint64         // of the geometry
+	Draining    bool           // it takes nothing new and will leave
 }
 
 const (
@@ -60,14 +61,16 @@ func checkAddress(a netip.AddrPort) error {
 	return nil
 }
 
-// encode writes version, role, group, peer address, and fingerprint: at most
-// 119 of the 512 bytes that memberlist allows. A later version may only append.
+// encode writes version, role, group, peer address, fingerprint, and 1 if the
+// member drains or 0: at most 120 of the 512 bytes that memberlist allows. A
+// later version may only append.
 func (m Meta) encode() []byte {
 	b := []byte{metaVersion}
 	b = appendString(b, m.Role)
 	b = appendString(b, string(m.Group))
 	b = appendAddress(b, m.Peer)
-	return binary.BigEndian.AppendUint64(b, m.Fingerprint)
+	b = binary.BigEndian.AppendUint64(b, m.Fingerprint)
+	return appendBool(b, m.Draining)
 }
 
 func decodeMeta(b []byte) (Meta, error) {
@@ -78,7 +81,7 @@ func decodeMeta(b []byte) (Meta, error) {
 		Group: id.Group(r.string(maxGroup)),
 		Peer:  r.address(),
 	}
-	m.Fingerprint = r.uint64()
+	m.Fingerprint, m.Draining = r.uint64(), r.bool()
 	switch {
 	case r.bad || version < metaVersion:
 		return Meta{}, fmt.Errorf("decode metadata of %d bytes: %w", len(b), errMalformed)

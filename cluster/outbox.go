@@ -8,8 +8,11 @@ import (
 )
 
 const (
+	// MaxRoom is the room in an empty outbox, in bytes.
+	MaxRoom = 1 << 20
+
 	outboxItems = 8192
-	outboxBytes = 1 << 20
+	outboxBytes = MaxRoom
 	// pushRate and pushBurst bound what the push puts on the wire, in bytes,
 	// all targets together; what is over waits in the outbox.
 	pushRate  = 4 << 20
@@ -22,6 +25,7 @@ type outbox struct {
 
 	mu      sync.Mutex
 	items   [][]byte
+	added   []time.Time // of each item
 	bytes   int
 	waiters []chan struct{} // closed when the outbox is next found empty
 }
@@ -33,7 +37,7 @@ func (o *outbox) add(item []byte) bool {
 		o.mu.Unlock()
 		return false
 	}
-	o.items = append(o.items, bytes.Clone(item))
+	o.items, o.added = append(o.items, bytes.Clone(item)), append(o.added, time.Now())
 	o.bytes += len(item)
 	o.mu.Unlock()
 	poke(o.wake)
@@ -47,7 +51,7 @@ func (o *outbox) next() [][]byte {
 	defer o.mu.Unlock()
 	n := fitting(o.items, packBytes)
 	if n == 0 {
-		o.items = nil
+		o.items, o.added = nil, nil
 		for _, w := range o.waiters {
 			close(w)
 		}
@@ -55,17 +59,29 @@ func (o *outbox) next() [][]byte {
 		return nil
 	}
 	items := o.items[:n:n]
-	o.items = o.items[n:]
+	o.items, o.added = o.items[n:], o.added[n:]
 	for _, item := range items {
 		o.bytes -= len(item)
 	}
 	return items
 }
 
-func (o *outbox) len() int {
+// state is how many items wait, and for how long the oldest has.
+func (o *outbox) state(now time.Time) (items int, age time.Duration) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return len(o.items)
+	if len(o.items) > 0 {
+		age = now.Sub(o.added[0])
+	}
+	return len(o.items), age
+}
+
+// room is how many bytes are left, if items are of average length; see
+// [Cluster.Room].
+func (o *outbox) room() int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return max(0, min(outboxBytes-o.bytes, (outboxItems-len(o.items))*(outboxBytes/outboxItems)))
 }
 
 // flush waits until what is in the outbox now was pushed, ctx ends, or the
@@ -103,7 +119,8 @@ func (c *Cluster) push() {
 				return
 			}
 			for _, p := range targets {
-				if err := c.list.SendBestEffort(&p.to, message); err != nil {
+				if err := c.tell(p, message); err != nil {
+					c.counters.pushesFailed.Add(1)
 					c.log.Debug("push items", "node", p.Life.Node, "err", err)
 				}
 			}
@@ -146,6 +163,15 @@ func (b *bucket) take(n int, now time.Time) time.Duration {
 		return 0
 	}
 	return time.Duration(over / float64(b.rate) * float64(time.Second))
+}
+
+// allow takes one if it needs not wait.
+func (b *bucket) allow(now time.Time) bool {
+	if b.take(1, now) > 0 {
+		b.debt--
+		return false
+	}
+	return true
 }
 
 // poke leaves a token in a channel of one.

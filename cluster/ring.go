@@ -10,6 +10,7 @@ const ringItems = 4096
 // messages of equal length.
 type ring struct {
 	count *counters
+	most  int // the longest message that memberlist ever has room for; 0: any
 
 	mu    sync.Mutex
 	slots []offer // a circle of ringItems, made when first used
@@ -30,6 +31,10 @@ func (r *ring) add(items [][]byte, again int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, item := range items {
+		if r.most > 0 && 2+packed(item) > r.most { // it would wait for ever, and all behind it
+			r.count.ringDropped.Add(1)
+			continue
+		}
 		r.put(offer{item, again})
 	}
 }

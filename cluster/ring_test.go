@@ -107,6 +107,39 @@ func TestOutboxIsBounded(t *testing.T) {
 	}
 }
 
+// The room shrinks with bytes and with items, and says what is taken.
+func TestRoom(t *testing.T) {
+	o := outbox{wake: make(chan struct{}, 1)}
+	if o.room() != MaxRoom {
+		t.Errorf("empty, there is room for %d", o.room())
+	}
+	now := time.Now()
+	for i := range outboxItems / 2 {
+		o.add([]byte{byte(i)})
+	}
+	if o.room() != MaxRoom/2 {
+		t.Errorf("with half of the items there is room for %d", o.room())
+	}
+	if n, age := o.state(now.Add(time.Minute)); n != outboxItems/2 || age > time.Minute || age < 50*time.Second {
+		t.Errorf("%d items wait, for %v", n, age)
+	}
+	for o.room() > MaxItem {
+		if !o.add(make([]byte, MaxItem)) {
+			t.Fatalf("an item was refused with room for %d", o.room())
+		}
+	}
+	for o.add(make([]byte, MaxItem)) {
+	}
+	if o.room() >= MaxItem {
+		t.Errorf("full, there is room for %d", o.room())
+	}
+	for o.next() != nil {
+	}
+	if n, age := o.state(now); o.room() != MaxRoom || n != 0 || age != 0 {
+		t.Errorf("empty again, there is room for %d, and %d wait for %v", o.room(), n, age)
+	}
+}
+
 func TestBucket(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	b := bucket{rate: 1000, burst: 100}
@@ -130,5 +163,15 @@ func TestBucket(t *testing.T) {
 	}
 	if d := b.take(100, now.Add(time.Hour)); d == 0 {
 		t.Error("a rest saved more than a burst")
+	}
+	b = bucket{rate: 10, burst: 5}
+	allowed := 0
+	for range 1000 { // who is refused owes nothing
+		if b.allow(now) {
+			allowed++
+		}
+	}
+	if allowed != 5 || !b.allow(now.Add(101*time.Millisecond)) || b.allow(now.Add(102*time.Millisecond)) {
+		t.Errorf("%d were allowed at once", allowed)
 	}
 }

@@ -58,6 +58,9 @@ type peer struct {
 type life struct {
 	peer    peer
 	alive   bool
+	proved  bool      // it has been called by its name, which it proved
+	calling bool      // it is
+	call    time.Time // not before this
 	bye     time.Time // when it said goodbye
 	round   uint64    // reconciliation that last heard of it
 	strikes int       // reconciliations in a row that found memberlist of another opinion
@@ -68,6 +71,7 @@ type name struct {
 	node   id.Node
 	newest id.Incarnation
 	gossip netip.AddrPort // of the newest life
+	ring   []KeyID        // what it last said of its gossip keys; nil: nothing
 	lost   time.Time      // since when there is no live member; zero: there is one, or never was
 	bye    bool           // it left by its own will: nobody calls it back
 	round  uint64
@@ -80,6 +84,8 @@ type name struct {
 //
 // Only the newest life of a node that was ever heard of can be a member: a
 // newer one ends the older at once, a late word of the older changes nothing.
+// Where names are proved, it is one once it has been called by its name
+// (prove.go).
 //
 // It never calls memberlist, whose locks its callers may hold.
 type roster struct {
@@ -88,6 +94,7 @@ type roster struct {
 	loopback bool // we are reached by loopback only, and so must others be
 	hash     func(id.Node) id.NodeHash
 	wake     chan<- struct{}
+	proves   chan struct{} // one token: somebody has to prove its name; nil: nobody has to
 	fenced   chan struct{} // closed when our name lives on without us
 	count    *counters
 	maxNodes int
@@ -229,7 +236,46 @@ func (r *roster) heard(n *memberlist.Node) {
 		r.lives[n.Name] = l
 	}
 	l.peer, l.alive, l.round, l.strikes = p, true, r.round, 0
+	if !r.trusts(l) {
+		poke(r.proves)
+	}
 	r.touch()
+}
+
+// trusts says that a life has proved its name, or need not; r.mu is held.
+func (r *roster) trusts(l *life) bool { return r.proves == nil || l.proved }
+
+// unproved returns a live member that has to be called by its name, and marks it
+// as being called. If there is none it says how long none will be, at most an
+// hour.
+func (r *roster) unproved(now time.Time) (p peer, ok bool, wait time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	wait = time.Hour
+	for _, l := range r.lives {
+		n := r.names[l.peer.hash]
+		if !l.alive || l.proved || l.calling || n == nil || n.newest != l.peer.Life.Incarnation {
+			continue
+		}
+		if left := l.call.Sub(now); left > 0 {
+			wait = min(wait, left)
+			continue
+		}
+		l.calling = true
+		return l.peer, true, 0
+	}
+	return peer{}, false, wait
+}
+
+// proved notes whether a member that was called has proved its name; if not, it
+// is called again at a time.
+func (r *roster) proved(p peer, yes bool, again time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if l := r.lives[p.to.Name]; l != nil {
+		l.proved, l.calling, l.call = yes, false, again
+		r.touch()
+	}
 }
 
 // died notes that memberlist believes a member to be dead or gone.
@@ -241,7 +287,7 @@ func (r *roster) died(dead *memberlist.Node, now time.Time) {
 		return
 	}
 	l.alive, l.round, l.strikes = false, r.round, 0
-	if n := r.names[l.peer.hash]; n != nil && n.newest == l.peer.Life.Incarnation && n.lost.IsZero() {
+	if n := r.names[l.peer.hash]; n != nil && n.newest == l.peer.Life.Incarnation && n.lost.IsZero() && r.trusts(l) {
 		n.lost = now
 	}
 	r.touch()
@@ -285,7 +331,8 @@ func (r *roster) touch() {
 // change is what the Handler is told.
 type change struct {
 	member   Member
-	joined   bool // else left
+	joined   bool
+	updated  bool // neither: left
 	graceful bool
 }
 
@@ -305,7 +352,7 @@ func (r *roster) settle(now time.Time, goodbye time.Duration) []change {
 		if l.alive && now.Sub(l.bye) >= goodbye {
 			l.bye = time.Time{}
 		}
-		if l.alive && l.bye.IsZero() && n != nil && l.peer.Life.Incarnation == n.newest {
+		if l.alive && l.bye.IsZero() && n != nil && l.peer.Life.Incarnation == n.newest && r.trusts(l) {
 			want[l.peer.Life.Node] = l.peer
 		}
 	}
@@ -314,8 +361,11 @@ func (r *roster) settle(now time.Time, goodbye time.Duration) []change {
 	for _, old := range r.members {
 		node := old.Life.Node
 		next, ok := want[node]
-		if ok && next.Member == old.Member {
+		if ok && next.Life == old.Life {
 			have[node] = true
+			if next.Member != old.Member {
+				changes = append(changes, change{member: next.Member, updated: true})
+			}
 			continue
 		}
 		l := r.lives[old.to.Name]
@@ -464,6 +514,29 @@ func (r *roster) lists(l id.Life) (bool, id.Incarnation) {
 		newest = n.newest
 	}
 	return ok && p.Life == l, newest
+}
+
+// hasRing notes what a node says of its gossip keys.
+func (r *roster) hasRing(node id.Node, ids []KeyID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := r.names[r.hash(node)]; n != nil && n.node == node {
+		n.ring = ids
+	}
+}
+
+// lostRings are the nodes that are gone without a goodbye since a day at most,
+// and what they have last said of their gossip keys.
+func (r *roster) lostRings(now time.Time) map[id.Node][]KeyID {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := map[id.Node][]KeyID{}
+	for _, n := range r.names {
+		if !n.lost.IsZero() && now.Sub(n.lost) <= remember && !n.bye {
+			all[n.node] = n.ring
+		}
+	}
+	return all
 }
 
 // lostSince returns where nodes were that are gone without a goodbye since then,

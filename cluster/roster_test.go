@@ -52,6 +52,8 @@ func (b *table) settled() string {
 		switch {
 		case c.joined:
 			all = append(all, "+"+c.member.Life.String())
+		case c.updated:
+			all = append(all, "="+c.member.Life.String())
 		case c.graceful:
 			all = append(all, "~"+c.member.Life.String())
 		default:
@@ -134,6 +136,105 @@ func TestGoodbye(t *testing.T) {
 	b.want("-b.1")
 	if lost := b.lostSince(time.Time{}); !slices.Equal(lost, []addrPort{mustAddr("127.0.0.1:1")}) {
 		t.Errorf("lost is %v", lost)
+	}
+}
+
+func TestMetaChangesWithinALife(t *testing.T) {
+	b := newTable(t)
+	b.join("a", 1)
+	b.want("+a.1")
+	n := listed(id.Life{Node: "a", Incarnation: 1})
+	n.Meta = Meta{Role: "both", Draining: true}.encode()
+	b.heard(n)
+	b.heard(n)
+	b.want("=a.1")
+	b.want("")
+	if p, _ := b.peer("a"); !p.Meta.Draining {
+		t.Errorf("it is listed as %+v", p.Member)
+	}
+	// It died meanwhile: then it has left, and comes back as it is now.
+	b.die("a", 1)
+	b.want("-a.1")
+	b.heard(n)
+	b.want("+a.1")
+	b.heard(listed(id.Life{Node: "a", Incarnation: 1}))
+	b.join("a", 2)
+	b.want("-a.1 +a.2")
+}
+
+// Where names are proved nobody is a member before.
+func TestUnprovedIsNoMember(t *testing.T) {
+	b := newTable(t)
+	b.proves = make(chan struct{}, 1)
+	next := func() (peer, bool, time.Duration) { return b.unproved(b.now) }
+	b.join("a", 1)
+	b.want("")
+	<-b.proves
+	p, ok, _ := next()
+	if !ok || p.Life.Node != "a" {
+		t.Fatalf("to be called is %v, %v", p.Life, ok)
+	}
+	if _, ok, wait := next(); ok || wait != time.Hour {
+		t.Errorf("it is called twice, or in %v", wait)
+	}
+	b.proved(p, false, b.now.Add(time.Minute))
+	b.want("")
+	if _, ok, wait := next(); ok || wait != time.Minute {
+		t.Errorf("it is called again in %v", wait)
+	}
+	b.now = b.now.Add(time.Minute)
+	if p, ok, _ = next(); !ok {
+		t.Fatal("it is not called again")
+	}
+	b.proved(p, true, b.now)
+	b.want("+a.1")
+	b.die("a", 1)
+	b.want("-a.1")
+	if len(b.lostRings(b.now)) != 1 {
+		t.Error("it is not lost")
+	}
+	b.join("a", 1)
+	b.want("+a.1")
+	// A new life proves itself anew, and hides the old one until then.
+	b.join("a", 2)
+	b.want("-a.1")
+	p, ok, _ = next()
+	if !ok || p.Life.Incarnation != 2 {
+		t.Fatalf("to be called is %v, %v", p.Life, ok)
+	}
+	b.die("a", 2) // while it is called
+	b.proved(p, true, b.now)
+	b.want("")
+	b.join("ghost", 1)
+	b.die("ghost", 1)
+	b.want("")
+	if lost := b.lostRings(b.now); len(lost) != 1 || b.names[b.hash("ghost")].lost != (time.Time{}) {
+		t.Errorf("who was never a member is lost: %v", lost)
+	}
+}
+
+func TestLostRings(t *testing.T) {
+	b := newTable(t)
+	for _, node := range []id.Node{"a", "b", "c"} {
+		b.join(node, 1)
+	}
+	b.settled()
+	ids := ringOf(0, 1).IDs()
+	b.hasRing("a", ids)
+	b.hasRing("nobody", ids)
+	b.bye(id.Life{Node: "c", Incarnation: 1}, b.now)
+	for _, node := range []id.Node{"a", "b", "c"} {
+		b.die(node, 1)
+	}
+	b.settled()
+	if lost := b.lostRings(b.now); len(lost) != 2 || !slices.Equal(lost["a"], ids) || lost["b"] != nil {
+		t.Errorf("lost: %v", lost)
+	}
+	b.join("b", 2)
+	b.settled()
+	b.now = b.now.Add(remember + time.Second)
+	if lost := b.lostRings(b.now); len(lost) != 0 {
+		t.Errorf("after a day: %v", lost)
 	}
 }
 
@@ -331,6 +432,9 @@ func TestStoryMakesSense(t *testing.T) {
 					t.Fatalf("%v joined after %d was heard of", c.member.Life, highest[n])
 				case c.joined:
 					live[n], highest[n] = i, i
+				case c.updated && live[n] != i:
+					t.Fatalf("%v was updated, but %d is there", c.member.Life, live[n])
+				case c.updated:
 				case live[n] != i:
 					t.Fatalf("%v left, but %d was there", c.member.Life, live[n])
 				default:
@@ -351,6 +455,13 @@ func TestStoryMakesSense(t *testing.T) {
 				l := id.Life{Node: node.Draw(t, "node"), Incarnation: id.Incarnation(incarnation.Draw(t, "incarnation"))}
 				if b.join(l.Node, l.Incarnation) == nil {
 					alive[listName(l)] = true
+				}
+			},
+			"update": func(t *rapid.T) {
+				l := id.Life{Node: node.Draw(t, "node"), Incarnation: id.Incarnation(incarnation.Draw(t, "incarnation"))}
+				if n := listed(l); alive[n.Name] {
+					n.Meta = Meta{Draining: rapid.Bool().Draw(t, "draining")}.encode()
+					b.heard(n)
 				}
 			},
 			"die": func(t *rapid.T) {

@@ -1,7 +1,9 @@
 package cluster
 
 import (
+	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -16,6 +18,9 @@ import (
 	"time"
 
 	"github.com/hashicorp/memberlist"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 )
 
 const (
@@ -24,35 +29,37 @@ const (
 	// Inbound streams, at most at one time; more wait in the kernel. memberlist
 	// gives each of them its deadline.
 	maxStreams = 16
-	// What memberlist may read from one stream, and from all together: it
-	// collects the whole ciphertext before it can tell friend from stranger.
-	streamBytes  = 4 << 20
-	streamsBytes = 6 << 20
 )
 
-var errStreamTooLong = errors.New("stream is too long")
+var errPacketTooLong = fmt.Errorf("packet is over %d bytes", maxPacket)
 
 // transport carries memberlist's packets and streams over one UDP and one TCP
-// port of the same number. It reads packets into one buffer, drops and counts
-// what memberlist is too slow for, and knows every stream, so that the end of
-// the cluster ends them.
+// port of the same number, streams over TLS if there is an identity. It reads
+// packets into one buffer, drops and counts what memberlist is too slow for,
+// sorts out the envelopes that are not for it (envelope.go), and knows every
+// stream, so that the end of the cluster ends them.
 //
-// The bound on streams protects the memory of a cluster with keys against
-// strangers. Whoever has a key, or anyone if there are none, can still make
-// memberlist allocate about 120 MB a stream by a header that announces a
-// million nodes.
+// The bounds on streams (stream.go) protect the memory of a cluster with keys
+// against strangers. Whoever has a key, and a certificate if they are wanted,
+// can still make memberlist allocate about 120 MB a stream by a header that
+// announces a million nodes.
 type transport struct {
 	tcp       *net.TCPListener
 	udp       *net.UDPConn
 	bound     netip.AddrPort
 	advertise netip.AddrPort
+	identity  *identity.Identity // nil: streams are plain
+	server    *tls.Config
+	encrypts  bool // memberlist does, with gossip keys
 	count     *counters
 	log       *slog.Logger
+	strangers hush
 
 	packets chan *memberlist.Packet
+	letters chan letter // nil: gossip is plain
 	streams chan net.Conn
 	slots   chan struct{}
-	held    atomic.Int64    // bytes read by streams that are open
+	held    atomic.Int64    // bytes read by plain streams that are open
 	done    context.Context //nolint:containedctx // for DialTimeout, which memberlist gives none
 	stop    context.CancelFunc
 	work    sync.WaitGroup // our two loops
@@ -95,14 +102,20 @@ func listenError(network string, a netip.AddrPort, err error) error {
 	return fmt.Errorf("listen on %s: %w", network, err)
 }
 
-func newTransport(tcp *net.TCPListener, udp *net.UDPConn, count *counters, log *slog.Logger) *transport {
+func newTransport(tcp *net.TCPListener, udp *net.UDPConn, o Options, count *counters, log *slog.Logger) *transport {
 	t := &transport{
-		tcp: tcp, udp: udp, count: count, log: log,
+		tcp: tcp, udp: udp, identity: o.Identity, encrypts: len(o.Ring.Keys) > 0, count: count, log: log,
 		bound:   unmap(udp.LocalAddr().(*net.UDPAddr).AddrPort()),
 		packets: make(chan *memberlist.Packet, packetQueue),
 		streams: make(chan net.Conn),
 		slots:   make(chan struct{}, maxStreams),
 		open:    map[*stream]struct{}{},
+	}
+	if t.identity != nil {
+		t.server = t.identity.Server(identity.Gossip)
+	}
+	if t.encrypts {
+		t.letters = make(chan letter, letterQueue)
 	}
 	t.done, t.stop = context.WithCancel(context.Background())
 	_ = udp.SetReadBuffer(udpBuffer) // what came of it is looked at below
@@ -141,17 +154,34 @@ func (t *transport) receive() {
 		if n == 0 {
 			continue
 		}
+		t.count.packetsIn.Add(1)
+		t.count.bytesIn.Add(uint64(n))
+		if bytes.HasPrefix(buf[:n], []byte(envelopeMagic)) {
+			t.deliver(buf[:n], unmap(a))
+			continue
+		}
 		if a != last {
 			last, from = a, net.UDPAddrFromAddrPort(unmap(a))
 		}
-		t.count.packetsIn.Add(1)
-		t.count.bytesIn.Add(uint64(n))
 		p := &memberlist.Packet{Buf: append([]byte(nil), buf[:n]...), From: from, Timestamp: time.Now()}
 		select {
 		case t.packets <- p:
 		default:
 			t.count.queueDrops.Add(1)
 		}
+	}
+}
+
+// deliver copies an envelope to who opens them.
+func (t *transport) deliver(b []byte, from netip.AddrPort) {
+	if t.letters == nil || len(b) > maxPacket {
+		t.count.badMessages.Add(1)
+		return
+	}
+	select {
+	case t.letters <- letter{bytes.Clone(b), from}:
+	default:
+		t.count.queueDrops.Add(1)
 	}
 }
 
@@ -170,7 +200,7 @@ func (t *transport) accept() {
 			}
 			continue
 		}
-		s, err := t.track(conn, true)
+		s, err := t.track(conn, t.server, true)
 		if err != nil {
 			return
 		}
@@ -183,11 +213,14 @@ func (t *transport) accept() {
 }
 
 // again waits a moment after an error; false: the transport is closed.
-func (t *transport) again() bool {
-	pause := time.NewTimer(5 * time.Millisecond)
-	defer pause.Stop()
+func (t *transport) again() bool { return t.pause(5 * time.Millisecond) }
+
+// pause waits; false: the transport is closed.
+func (t *transport) pause(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
 	select {
-	case <-pause.C:
+	case <-timer.C:
 		return true
 	case <-t.done.Done():
 		return false
@@ -203,12 +236,29 @@ func (t *transport) WriteTo(b []byte, addr string) (time.Time, error) {
 	if err != nil {
 		return time.Time{}, err
 	}
-	if _, err := t.udp.WriteToUDPAddrPort(b, a); err != nil {
-		return time.Time{}, err
+	if t.encrypts {
+		t.count.keyPackets.Add(1)
+	}
+	return time.Now(), t.send(b, a)
+}
+
+func (t *transport) send(b []byte, to netip.AddrPort) error {
+	if len(b) > maxPacket {
+		return fmt.Errorf("send %d bytes: %w", len(b), errPacketTooLong)
+	}
+	if _, err := t.udp.WriteToUDPAddrPort(b, to); err != nil {
+		return err
 	}
 	t.count.packetsOut.Add(1)
 	t.count.bytesOut.Add(uint64(len(b)))
-	return time.Now(), nil
+	return nil
+}
+
+// post sends an envelope, by best effort.
+func (t *transport) post(envelope []byte, to netip.AddrPort) {
+	if err := t.send(envelope, to); err != nil {
+		t.log.Debug("send envelope", "to", to, "err", err)
+	}
 }
 
 func (t *transport) WriteToAddress(b []byte, a memberlist.Address) (time.Time, error) {
@@ -216,16 +266,43 @@ func (t *transport) WriteToAddress(b []byte, a memberlist.Address) (time.Time, e
 }
 
 func (t *transport) DialTimeout(addr string, timeout time.Duration) (net.Conn, error) {
-	d := net.Dialer{Timeout: timeout}
-	conn, err := d.DialContext(t.done, "tcp", addr)
+	return t.DialAddressTimeout(memberlist.Address{Addr: addr}, timeout)
+}
+
+// DialAddressTimeout dials a member, who must prove its name, or if the address
+// has no name whoever is there.
+func (t *transport) DialAddressTimeout(a memberlist.Address, timeout time.Duration) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(t.done, timeout)
+	defer cancel()
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "tcp", a.Addr)
 	if err != nil {
 		return nil, err
 	}
-	return t.track(conn, false)
-}
-
-func (t *transport) DialAddressTimeout(a memberlist.Address, timeout time.Duration) (net.Conn, error) {
-	return t.DialTimeout(a.Addr, timeout)
+	var config *tls.Config
+	if t.identity != nil {
+		var node id.Node
+		if a.Name != "" {
+			l, err := parseListName(a.Name)
+			if err != nil {
+				conn.Close()
+				return nil, err
+			}
+			node = l.Node
+		}
+		config = t.identity.Client(identity.Gossip, node)
+	}
+	s, err := t.track(conn, config, false)
+	if err != nil {
+		return nil, err
+	}
+	if s.tls != nil {
+		if err := s.shake(ctx); err != nil {
+			s.Close()
+			return nil, err
+		}
+	}
+	return s, nil
 }
 
 func (t *transport) PacketCh() <-chan *memberlist.Packet { return t.packets }
@@ -238,7 +315,7 @@ func (t *transport) interrupt() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for s := range t.open {
-		s.Conn.Close()
+		s.raw.Close()
 	}
 }
 
@@ -251,63 +328,6 @@ func (t *transport) Shutdown() error {
 	t.inbound.Wait()
 	if errors.Is(err, net.ErrClosed) {
 		return nil
-	}
-	return err
-}
-
-// stream is a connection that is counted.
-type stream struct {
-	net.Conn
-	t       *transport
-	inbound bool
-	read    atomic.Int64
-	closed  atomic.Bool
-}
-
-func (t *transport) track(conn net.Conn, inbound bool) (*stream, error) {
-	s := &stream{Conn: conn, t: t, inbound: inbound}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.done.Err() != nil {
-		conn.Close()
-		return nil, net.ErrClosed
-	}
-	t.open[s] = struct{}{}
-	if inbound {
-		t.inbound.Add(1)
-	}
-	return s, nil
-}
-
-func (s *stream) Read(b []byte) (int, error) {
-	n, err := s.Conn.Read(b)
-	s.t.count.bytesIn.Add(uint64(n))
-	one, all := s.read.Add(int64(n)), s.t.held.Add(int64(n))
-	if one > streamBytes || all > streamsBytes {
-		s.t.count.streams.Add(1)
-		return 0, errStreamTooLong
-	}
-	return n, err
-}
-
-func (s *stream) Write(b []byte) (int, error) {
-	n, err := s.Conn.Write(b)
-	s.t.count.bytesOut.Add(uint64(n))
-	return n, err
-}
-
-func (s *stream) Close() error {
-	if s.closed.Swap(true) {
-		return nil
-	}
-	err := s.Conn.Close()
-	s.t.mu.Lock()
-	delete(s.t.open, s)
-	s.t.mu.Unlock()
-	s.t.held.Add(-s.read.Load())
-	if s.inbound {
-		<-s.t.slots
-		s.t.inbound.Done()
 	}
 	return err
 }
