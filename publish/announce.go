@@ -49,15 +49,12 @@ func toWire(p manager.Publication) (wire.Announcement, error) {
 	return a, nil
 }
 
-// fromWire is the publication of an announcement; its pages are nil if the
-// lists did not come along.
-func fromWire(a *wire.Announcement) manager.Publication {
-	p := manager.Publication{
-		ContentEpoch: a.ContentEpoch, Final: a.Final,
-		Streams: make([]manager.Stream, len(a.Refs)),
-	}
-	for i := range a.Refs {
-		r := &a.Refs[i]
+// fromWire is the streams of an announcement; their pages are nil if the lists
+// did not come along.
+func fromWire(refs []wire.Ref, lists [][]page.Index) []manager.Stream {
+	streams := make([]manager.Stream, len(refs))
+	for i := range refs {
+		r := &refs[i]
 		s := manager.Stream{
 			Label: r.Label, Ranks: make([]id.Rank, 0, bits.OnesCount64(r.RankMask)),
 			Start: r.Start, Tokens: r.Tokens, State: manager.State(r.State),
@@ -65,23 +62,14 @@ func fromWire(a *wire.Announcement) manager.Publication {
 		for m := r.RankMask; m != 0; m &= m - 1 {
 			s.Ranks = append(s.Ranks, id.Rank(bits.TrailingZeros64(m)))
 		}
-		if a.Lists != nil {
-			s.Pages = a.Lists[r.List]
+		if lists != nil {
+			s.Pages = lists[r.List]
 		}
-		p.Streams[i] = s
+		streams[i] = s
 	}
-	slices.SortFunc(p.Streams, func(a, b manager.Stream) int {
+	slices.SortFunc(streams, func(a, b manager.Stream) int {
 		return cmp.Or(cmp.Compare(a.Label, b.Label), cmp.Compare(a.Ranks[0], b.Ranks[0]))
 	})
-	return p
-}
-
-// withoutPages returns copies of the streams; others may be reading them.
-func withoutPages(streams []manager.Stream) []manager.Stream {
-	streams = slices.Clone(streams)
-	for i := range streams {
-		streams[i].Pages = nil
-	}
 	return streams
 }
 

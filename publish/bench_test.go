@@ -2,7 +2,6 @@ package publish
 
 import (
 	"fmt"
-	"runtime"
 	"testing"
 	"time"
 
@@ -27,8 +26,8 @@ func BenchmarkAnnounceReceive(b *testing.B) {
 			for b.Loop() {
 				i++
 				a := announce(b, l, t0, publication(i, id.Request(fmt.Sprint(i)), 16*pages, true), time.Minute)
-				take(a.Output.Broadcast[0])
-				take(a.Output.Broadcast[0])
+				take(a.items[0])
+				take(a.items[0])
 				if i > live {
 					take(release(b, l, t0, i-live)[0])
 				}
@@ -46,7 +45,7 @@ func BenchmarkTick(b *testing.B) {
 		l := NewLog(LogOptions{Life: life, Words: 16})
 		for p := range manager.PublicationID(10) {
 			a := announce(b, l, t0, publication(p+1, "r", 16, true), time.Hour)
-			if _, _, err := board.Receive(t0, a.Output.Broadcast[0]); err != nil {
+			if _, _, err := board.Receive(t0, a.items[0]); err != nil {
 				b.Fatal(err)
 			}
 		}
@@ -59,35 +58,4 @@ func BenchmarkTick(b *testing.B) {
 			b.Fatal(out)
 		}
 	}
-}
-
-// TestMemoryOfAnEntry: what one costs, its table apart.
-func TestMemoryOfAnEntry(t *testing.T) {
-	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
-	const entries = 10000
-	items := make([][]byte, entries)
-	for i := range manager.PublicationID(entries) {
-		a := announce(t, l, t0, publication(i+1, id.Request(fmt.Sprint(i)), 16*4, true), time.Hour)
-		items[i] = a.Output.Broadcast[0]
-	}
-	var before, after runtime.MemStats
-	runtime.GC()
-	runtime.ReadMemStats(&before)
-	for _, item := range items {
-		if _, _, err := b.Receive(t0, item); err != nil {
-			t.Fatal(err)
-		}
-	}
-	runtime.GC()
-	runtime.ReadMemStats(&after)
-	if s := b.Stats(); s.Entries != entries {
-		t.Fatalf("%+v", s)
-	}
-	one := (int64(after.HeapAlloc) - int64(before.HeapAlloc)) / entries
-	t.Logf("%d bytes an entry", one)
-	if one > 1000 {
-		t.Errorf("%d bytes an entry", one)
-	}
-	runtime.KeepAlive(items)
-	runtime.KeepAlive(l)
 }

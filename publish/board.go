@@ -2,7 +2,6 @@ package publish
 
 import (
 	"cmp"
-	"container/list"
 	"fmt"
 	"slices"
 	"sync"
@@ -19,6 +18,7 @@ const (
 	maxPast    = 4096  // lives that were dropped and are remembered
 	maxLive    = 16384 // live publications of one owner: as many as it has seal words
 	maxStrikes = 8     // checkpoints that may be late in a row
+	maxAsks    = 3     // nacks in a row that may be lost
 	pageBytes  = 4     // of memory, for a page in a table
 
 	maxCandidates = 1024 // entries that ByRequest returns
@@ -43,6 +43,7 @@ type BoardOptions struct {
 // BoardStats are counters since the start, and gauges.
 type BoardStats struct {
 	Items      uint64 // gossiped messages
+	Passed     uint64 // of them, those that were news, to be passed on
 	Malformed  uint64 // of them
 	Unknown    uint64 // of them, a version or kind that this node does not know
 	News       uint64 // announcements that became entries, or made one grow
@@ -52,16 +53,26 @@ type BoardStats struct {
 	Expired    uint64 // entries whose hold has run out; they end when the owner says so
 	Dropped    uint64 // entries of lives that have gone
 	Unparked   uint64 // items that waited for a member in vain, or found no room to wait
-	Evicted    uint64 // entries given up, or refused, for lack of room
+	Evicted    uint64 // entries given up for lack of room
+	Refused    uint64 // announcements refused for lack of room
 	Gaps       uint64 // announcements refused since the owner's window was full
 	NoTable    uint64 // page tables given up for lack of room
 	Conflicts  uint64 // announcements that contradict an earlier one
 	Collisions uint64 // members refused since another has the same hash of its name
 	Nacks      uint64 // sent
-	Resyncs    uint64 // wished
+	Asked      uint64 // sequences that they asked for
+	Repaired   uint64 // sequences that came after they had been asked for
+	Mismatches uint64 // checkpoints that show that a release was missed
+	Resyncs    uint64 // snapshots that were wished
+	Synced     uint64 // snapshots that were applied
+	Beacons    uint64 // of others
+	OldBeacons uint64 // seen before, or too many
+	Echoes     uint64 // sent
 
 	Owners, Entries, Watched int
-	TableBytes               int64
+	Parked                   int       // items of owners that are no members (yet)
+	TableBytes               int64     // of page tables, unfolded
+	OldestGap                time.Time // since when something has been missing of some member; 0: nothing is
 }
 
 // Board is the replicas of all other owners' logs.
@@ -71,15 +82,18 @@ type Board struct {
 	park    time.Duration // how long items wait for a member
 	askMost time.Duration // between two nacks to one owner
 	syncMin time.Duration // between two wishes for one owner's snapshot; ten times as much at most
+	// beaconMin is the least between two beacons of one owner.
+	beaconMin time.Duration
 
 	mu       sync.Mutex
+	epoch    time.Time // the first call; entries count from it
 	views    map[id.NodeHash]*view
 	past     map[id.NodeHash]past
-	requests map[id.RequestHash][]*entry
+	requests byRequest
 	entries  int
 	parked   int
 	due      dueHeap
-	tables   list.List // of *entry, the oldest table first
+	tables   tables
 	watches  watches
 	stats    BoardStats
 }
@@ -106,11 +120,20 @@ func NewBoard(o BoardOptions) *Board {
 	return &Board{
 		o: o, hash: o.Life.Node.Hash(),
 		park: 2 * time.Second / scale, askMost: time.Second / scale, syncMin: time.Second / scale,
-		views:    make(map[id.NodeHash]*view),
-		past:     make(map[id.NodeHash]past),
-		requests: make(map[id.RequestHash][]*entry),
-		watches:  watches{by: make(map[id.RequestHash]*watch)},
+		beaconMin: time.Second / scale,
+		views:     make(map[id.NodeHash]*view),
+		past:      make(map[id.NodeHash]past),
+		requests:  make(byRequest),
+		watches:   watches{by: make(map[id.RequestHash]*watch)},
 	}
+}
+
+// since is the time since the epoch.
+func (b *Board) since(now time.Time) time.Duration {
+	if b.epoch.IsZero() {
+		b.epoch = now
+	}
+	return now.Sub(b.epoch)
 }
 
 // Member says that a life of a node is there, or has gone. What the gone one
@@ -265,33 +288,32 @@ func (b *Board) ByRequest(now time.Time, r id.Request) []Entry {
 	hash := r.Hash()
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	at := b.since(now)
 	var visible []*entry
-	heard := make(map[*view]time.Time, 1)
-	for _, e := range b.requests[hash] {
-		if e.visible(now) && len(visible) < maxCandidates {
+	heard := make(map[*view]time.Duration, 1)
+	for e := b.requests[hash]; e != nil && len(visible) < maxCandidates; e = e.sameAfter {
+		if e.visible(at) {
 			visible = append(visible, e)
-			if e.heard.After(heard[e.view]) {
-				heard[e.view] = e.heard
-			}
+			heard[e.view] = max(heard[e.view], e.heard)
 		}
 	}
 	slices.SortFunc(visible, func(x, y *entry) int {
 		return cmp.Or(
-			heard[y.view].Compare(heard[x.view]),
+			cmp.Compare(heard[y.view], heard[x.view]),
 			cmp.Compare(x.view.node, y.view.node),
 			cmp.Compare(y.sequence, x.sequence),
 		)
 	})
-	return export(visible)
+	return b.export(visible)
 }
 
-func export(visible []*entry) []Entry {
+func (b *Board) export(visible []*entry) []Entry {
 	if len(visible) == 0 {
 		return nil
 	}
 	entries := make([]Entry, len(visible))
 	for i, e := range visible {
-		entries[i] = e.export()
+		entries[i] = e.export(b.epoch)
 	}
 	return entries
 }
@@ -312,11 +334,11 @@ func (b *Board) ByName(now time.Time, p id.Publication) (Entry, error) {
 	if v.incarnation > p.Owner.Incarnation {
 		return Entry{}, fmt.Errorf("%s: a newer life is there: %w", p, ErrEnded)
 	}
-	if e := v.names[p.Sequence]; e != nil {
-		if !e.visible(now) {
+	if e := v.named(p.Sequence); e != nil {
+		if !e.visible(b.since(now)) {
 			return Entry{}, fmt.Errorf("%s: not visible: %w", p, ErrUnknown)
 		}
-		return e.export(), nil
+		return e.export(b.epoch), nil
 	}
 	if _, ok := v.ended[p.Sequence]; ok || p.Sequence <= v.floor || v.presence == gone {
 		return Entry{}, fmt.Errorf("%s: %w", p, ErrEnded)
@@ -347,7 +369,7 @@ func (b *Board) Watch(r id.Request) (changed <-chan struct{}, cancel func()) {
 // wakeAll wakes who watches a request of v that has not expired.
 func (b *Board) wakeAll(v *view) {
 	wake := func(r id.RequestHash) {
-		for _, e := range b.requests[r] {
+		for e := b.requests[r]; e != nil; e = e.sameAfter {
 			if e.view == v && e.due >= 0 {
 				b.watches.wake(r)
 				return
@@ -374,7 +396,7 @@ func (b *Board) Forget(p id.Publication) {
 	if v == nil || v.node != p.Owner.Node || v.incarnation != p.Owner.Incarnation {
 		return
 	}
-	if e := v.names[p.Sequence]; e != nil {
+	if e := v.named(p.Sequence); e != nil {
 		b.end(e)
 	}
 }
@@ -384,10 +406,11 @@ func (b *Board) Forget(p id.Publication) {
 func (b *Board) List(now time.Time, limit int) []Entry {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	at := b.since(now)
 	var visible []*entry
 	for _, v := range b.views {
 		for _, e := range v.live {
-			if e.visible(now) {
+			if e.visible(at) {
 				visible = append(visible, e)
 			}
 		}
@@ -398,7 +421,7 @@ func (b *Board) List(now time.Time, limit int) []Entry {
 	if limit > 0 {
 		visible = visible[:min(limit, len(visible))]
 	}
-	return export(visible)
+	return b.export(visible)
 }
 
 // Stats returns the counters.
@@ -407,5 +430,11 @@ func (b *Board) Stats() BoardStats {
 	defer b.mu.Unlock()
 	s := b.stats
 	s.Owners, s.Entries, s.Watched = len(b.views), b.entries, b.watches.len()
+	s.Parked, s.TableBytes = b.parked, b.tables.bytes
+	for _, v := range b.views {
+		if v.presence == up && !v.gapAt.IsZero() && (s.OldestGap.IsZero() || v.gapAt.Before(s.OldestGap)) {
+			s.OldestGap = v.gapAt
+		}
+	}
 	return s
 }

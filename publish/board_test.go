@@ -39,11 +39,11 @@ func TestBoardShowsWhatIsAnnounced(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	p := publication(1, "r1", 40, true)
 	a := announce(t, l, t0, p, 30*time.Second)
-	out := receive(t, b, t0, a.Output.Broadcast...)
-	if !reflect.DeepEqual(out.Broadcast, a.Output.Broadcast) {
+	out := receive(t, b, t0, a.items...)
+	if !reflect.DeepEqual(out.Broadcast, a.items) {
 		t.Errorf("news are passed on as %x", out.Broadcast)
 	}
-	if out := receive(t, b, t0, a.Output.Broadcast...); out.Broadcast != nil {
+	if out := receive(t, b, t0, a.items...); out.Broadcast != nil {
 		t.Errorf("known things are passed on: %x", out.Broadcast)
 	}
 	want := p
@@ -83,11 +83,11 @@ func TestReleaseBeforeAnnounce(t *testing.T) {
 	l := NewLog(LogOptions{Life: alpha})
 	var items [][]byte
 	for i := range manager.PublicationID(20) {
-		items = append(items, announce(t, l, t0, publication(i+1, "r1", 16, false), time.Minute).Output.Broadcast...)
+		items = append(items, announce(t, l, t0, publication(i+1, "r1", 16, false), time.Minute).items...)
 	}
 	for i := range manager.PublicationID(20) {
 		if i%3 == 0 {
-			items = append(items, announce(t, l, t0, publication(i+1, "r1", 32, false), time.Minute).Output.Broadcast...)
+			items = append(items, announce(t, l, t0, publication(i+1, "r1", 32, false), time.Minute).items...)
 		}
 	}
 	keep := manager.PublicationID(7) // so that the floor does not do all the work
@@ -123,10 +123,10 @@ func TestRestart(t *testing.T) {
 	first, again := NewLog(LogOptions{Life: alpha}), NewLog(LogOptions{Life: second})
 	var old, fresh [][]byte
 	for i := range manager.PublicationID(3) {
-		old = append(old, announce(t, first, t0, publication(i+1, "r1", 16, true), time.Minute).Output.Broadcast...)
+		old = append(old, announce(t, first, t0, publication(i+1, "r1", 16, true), time.Minute).items...)
 	}
 	old = append(old, first.Tick(t0).Broadcast...)
-	fresh = append(fresh, announce(t, again, t0, publication(1, "r1", 64, true), time.Minute).Output.Broadcast...)
+	fresh = append(fresh, announce(t, again, t0, publication(1, "r1", 64, true), time.Minute).items...)
 	fresh = append(fresh, again.Tick(t0).Broadcast...)
 
 	onlyNew := func(t *testing.T, b *Board) {
@@ -197,7 +197,7 @@ func TestItemsWaitForTheirMember(t *testing.T) {
 	l := NewLog(LogOptions{Life: alpha})
 	a := announce(t, l, t0, publication(1, "r1", 16, true), time.Minute)
 	gone := announce(t, l, t0, publication(2, "r2", 16, true), time.Minute)
-	items := slices.Concat(a.Output.Broadcast, release(t, l, t0, 2), gone.Output.Broadcast, l.Tick(t0).Broadcast)
+	items := slices.Concat(a.items, release(t, l, t0, 2), gone.items, l.Tick(t0).Broadcast)
 	b := NewBoard(BoardOptions{Life: beta})
 	changed, cancel := b.Watch("r1")
 	defer cancel()
@@ -247,13 +247,13 @@ func TestItemsWaitForTheirMember(t *testing.T) {
 func TestWaitingItemsAreBounded(t *testing.T) {
 	b := board(BoardOptions{})
 	l := NewLog(LogOptions{Life: alpha})
-	receive(t, b, t0, announce(t, l, t0, publication(1, "r1", 16, true), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, l, t0, publication(1, "r1", 16, true), time.Minute).items...)
 	stranger := func(i int) id.Life {
 		return id.Life{Node: id.Node(fmt.Sprintf("stranger-%d", i)), Incarnation: 5}
 	}
 	for i := range 2 * maxParked {
 		other := NewLog(LogOptions{Life: stranger(i % 2 * i), Words: 4}) // half of the items are of stranger-0
-		item := announce(t, other, t0, publication(1, "x", 16, true), time.Minute).Output.Broadcast[0]
+		item := announce(t, other, t0, publication(1, "x", 16, true), time.Minute).items[0]
 		if _, _, err := b.Receive(t0, item); err != nil {
 			t.Fatal(err)
 		}
@@ -264,7 +264,7 @@ func TestWaitingItemsAreBounded(t *testing.T) {
 	}
 	// A newer life of a member voids the older one even if there's no room for it.
 	newer := NewLog(LogOptions{Life: id.Life{Node: alpha.Node, Incarnation: alpha.Incarnation + 1}})
-	receive(t, b, t0, announce(t, newer, t0, publication(1, "r1", 16, true), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, newer, t0, publication(1, "r1", 16, true), time.Minute).items...)
 	if got := shown(b, t0); got != nil {
 		t.Errorf("%v shows", got)
 	}
@@ -275,7 +275,7 @@ func TestWaitingItemsAreBounded(t *testing.T) {
 	// Members find room.
 	b.Member(t0, gamma, true)
 	other := NewLog(LogOptions{Life: gamma})
-	receive(t, b, t0, announce(t, other, t0, publication(1, "r3", 16, true), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, other, t0, publication(1, "r3", 16, true), time.Minute).items...)
 	if got := shown(b, t0); !slices.Equal(got, []string{"gamma.3001/1@1"}) {
 		t.Errorf("%v shows", got)
 	}
@@ -290,7 +290,7 @@ func TestDeathHidesAndTheGraceDrops(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	a := announce(t, l, t0, publication(1, "r1", 16, true), time.Hour)
 	ended := announce(t, l, t0, publication(2, "r2", 16, true), time.Hour)
-	receive(t, b, t0, slices.Concat(a.Output.Broadcast, ended.Output.Broadcast, release(t, l, t0, 2))...)
+	receive(t, b, t0, slices.Concat(a.items, ended.items, release(t, l, t0, 2))...)
 	steps := []struct {
 		up   bool
 		at   time.Duration
@@ -321,19 +321,19 @@ func TestDeathHidesAndTheGraceDrops(t *testing.T) {
 		t.Errorf("after the grace: %+v", s)
 	}
 	// Late packets of that life, and of older ones, change nothing.
-	receive(t, b, end, slices.Concat(ended.Output.Broadcast, a.Output.Broadcast)...)
+	receive(t, b, end, slices.Concat(ended.items, a.items)...)
 	b.Member(end, id.Life{Node: alpha.Node, Incarnation: alpha.Incarnation - 1}, true)
 	if got := shown(b, end); got != nil {
 		t.Errorf("%v shows", got)
 	}
 	// Taken for dead all that time, it comes back.
 	b.Member(end, alpha, true)
-	receive(t, b, end, ended.Output.Broadcast...)
+	receive(t, b, end, ended.items...)
 	if got := shown(b, end); got != nil {
 		t.Errorf("%v shows", got)
 	}
 	fresh := announce(t, l, end, publication(3, "r3", 16, true), time.Hour)
-	receive(t, b, end, fresh.Output.Broadcast...)
+	receive(t, b, end, fresh.items...)
 	if got := shown(b, end); !slices.Equal(got, []string{"alpha.1001/3@3"}) {
 		t.Errorf("%v shows", got)
 	}
@@ -355,7 +355,7 @@ func TestDeathHidesAndTheGraceDrops(t *testing.T) {
 func TestByeEndsALife(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	a := announce(t, l, t0, publication(1, "r1", 16, true), time.Hour)
-	receive(t, b, t0, a.Output.Broadcast...)
+	receive(t, b, t0, a.items...)
 	changed, cancel := b.Watch("r1")
 	defer cancel()
 	bye := l.Bye().Broadcast
@@ -366,7 +366,7 @@ func TestByeEndsALife(t *testing.T) {
 		t.Error("farewell is passed on twice")
 	}
 	late := announce(t, l, t0, publication(2, "r2", 16, true), time.Hour)
-	receive(t, b, t0, slices.Concat(a.Output.Broadcast, late.Output.Broadcast, l.Tick(t0).Broadcast)...)
+	receive(t, b, t0, slices.Concat(a.items, late.items, l.Tick(t0).Broadcast)...)
 	b.Member(t0, alpha, true)
 	if got := shown(b, t0); got != nil {
 		t.Errorf("%v shows", got)
@@ -388,7 +388,7 @@ func TestByeEndsALife(t *testing.T) {
 func TestExpiry(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	a := announce(t, l, t0, publication(1, "r1", 16, true), 10*time.Second)
-	receive(t, b, t0, a.Output.Broadcast...)
+	receive(t, b, t0, a.items...)
 	changed, cancel := b.Watch("r1")
 	defer cancel()
 	b.Tick(t0.Add(10*time.Second - ms))
@@ -404,7 +404,7 @@ func TestExpiry(t *testing.T) {
 		t.Error("nobody was woken when it expired")
 	}
 	// A replay brings nothing back, and its end is the owner's to say.
-	receive(t, b, end, a.Output.Broadcast...)
+	receive(t, b, end, a.items...)
 	if got := shown(b, end); got != nil || b.Stats().Entries != 1 || b.Stats().Expired != 1 {
 		t.Errorf("%v shows, %+v", got, b.Stats())
 	}
@@ -437,7 +437,7 @@ func TestExpiry(t *testing.T) {
 	end = end.Add(6 * time.Second)
 	// A hold that has run out on the way shows nowhere, but is known.
 	late := announce(t, l, end, publication(2, "r2", 16, true), 0)
-	receive(t, b, end, late.Output.Broadcast...)
+	receive(t, b, end, late.items...)
 	if got := b.ByRequest(end, "r2"); got != nil {
 		t.Errorf("%+v", got)
 	}
@@ -455,7 +455,7 @@ func TestGrowthIsOneEntry(t *testing.T) {
 	l := NewLog(LogOptions{Life: alpha})
 	var items [][]byte
 	for i := range 4 {
-		items = append(items, announce(t, l, t0, publication(1, "r1", 16*(i+1), i == 3), time.Minute).Output.Broadcast...)
+		items = append(items, announce(t, l, t0, publication(1, "r1", 16*(i+1), i == 3), time.Minute).items...)
 	}
 	orders := [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}, {2, 0, 3, 1}, {0, 3}, {3}}
 	for _, order := range orders {
@@ -501,7 +501,7 @@ func TestContradiction(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			truth, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
-			items := announce(t, truth, t0, base, time.Minute).Output.Broadcast
+			items := announce(t, truth, t0, base, time.Minute).items
 			forged, err := toWire(other)
 			if err != nil {
 				t.Fatal(err)
@@ -619,7 +619,7 @@ func TestLearnRefuses(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := board(BoardOptions{})
-			receive(t, b, t0, a.Output.Broadcast...)
+			receive(t, b, t0, a.items...)
 			before := b.List(t0, 0)
 			if e, err := b.Learn(t0, tt.owner, tt.full, tt.request); !errors.Is(err, tt.want) {
 				t.Errorf("Learn = %+v, %v, want %v", e, err, tt.want)
@@ -636,7 +636,7 @@ func TestGapsAreAskedFor(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	var items [][]byte
 	for i := range manager.PublicationID(10) {
-		items = append(items, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).Output.Broadcast...)
+		items = append(items, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).items...)
 	}
 	asked := func(at time.Duration) []id.Sequence {
 		t.Helper()
@@ -729,7 +729,7 @@ func TestMuchMissingIsReadAtOnce(t *testing.T) {
 func TestMissedRelease(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	for i := range manager.PublicationID(5) {
-		receive(t, b, t0, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).Output.Broadcast...)
+		receive(t, b, t0, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).items...)
 	}
 	receive(t, b, t0, l.Tick(t0).Broadcast...)
 	if out := b.Tick(t0.Add(time.Second)); out.Resync != nil || out.Send != nil {
@@ -770,7 +770,7 @@ func TestLateCheckpointsAreNoMismatch(t *testing.T) {
 	round := func(at time.Time) []byte {
 		t.Helper()
 		for range 4 {
-			receive(t, b, at, announce(t, l, at, publication(next, "r", 16, false), time.Minute).Output.Broadcast...)
+			receive(t, b, at, announce(t, l, at, publication(next, "r", 16, false), time.Minute).items...)
 			next++
 		}
 		check := l.Tick(at).Broadcast[0]
@@ -846,13 +846,13 @@ func TestStaleSync(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	var items [][]byte
 	for i := range manager.PublicationID(4) {
-		items = append(items, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).Output.Broadcast...)
+		items = append(items, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).items...)
 	}
 	stale := l.Live(t0)
 	receive(t, b, t0, items...)
 	receive(t, b, t0, release(t, l, t0, 2)...)
-	receive(t, b, t0, announce(t, l, t0, publication(3, "r", 32, true), time.Minute).Output.Broadcast...)
-	receive(t, b, t0, announce(t, l, t0, publication(9, "r", 32, true), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, l, t0, publication(3, "r", 32, true), time.Minute).items...)
+	receive(t, b, t0, announce(t, l, t0, publication(9, "r", 32, true), time.Minute).items...)
 	want := []string{"alpha.1001/1@1", "alpha.1001/4@4", "alpha.1001/3@5", "alpha.1001/6@6"}
 	if err := b.Sync(t0, alpha, stale); err != nil {
 		t.Fatal(err)
@@ -923,7 +923,7 @@ func TestANewerLifeOfThisNodeIsReported(t *testing.T) {
 	} {
 		life := id.Life{Node: beta.Node, Incarnation: tt.i}
 		l := NewLog(LogOptions{Life: life})
-		item := announce(t, l, t0, publication(1, "r1", 16, true), time.Minute).Output.Broadcast[0]
+		item := announce(t, l, t0, publication(1, "r1", 16, true), time.Minute).items[0]
 		check := l.Check()
 		merged, err := b.Merge(t0, wire.EncodeChecks([]wire.Check{check}))
 		if err != nil {
@@ -951,7 +951,7 @@ func TestNacksForThisLogAreReturned(t *testing.T) {
 	n := wire.Nack{From: alpha.Node.Hash(), Owner: beta.Node.Hash(), Incarnation: beta.Incarnation, Missing: []id.Sequence{4, 5}}
 	out, got, err := b.Receive(t0, encode(t, &n))
 	n.Asker = alpha.Node
-	if err != nil || got == nil || !reflect.DeepEqual(*got, n) || out.Broadcast != nil {
+	if err != nil || got == nil || !reflect.DeepEqual(got, &n) || out.Broadcast != nil {
 		t.Errorf("Receive = %+v, %+v, %v", out, got, err)
 	}
 	for name, n := range map[string]wire.Nack{
@@ -1013,9 +1013,9 @@ func TestByRequestOrder(t *testing.T) {
 	one := announce(t, a, t0, publication(1, "r1", 16, true), time.Minute)
 	two := announce(t, a, t0, publication(2, "r1", 16, true), time.Minute)
 	three := announce(t, g, t0, publication(1, "r1", 16, true), time.Minute)
-	receive(t, b, t0, two.Output.Broadcast...)
-	receive(t, b, t0.Add(ms), three.Output.Broadcast...)
-	receive(t, b, t0.Add(2*ms), one.Output.Broadcast...) // late, but of alpha
+	receive(t, b, t0, two.items...)
+	receive(t, b, t0.Add(ms), three.items...)
+	receive(t, b, t0.Add(2*ms), one.items...) // late, but of alpha
 	var got []id.Publication
 	for _, e := range b.ByRequest(t0, "r1") {
 		got = append(got, e.Name)
@@ -1031,11 +1031,11 @@ func TestByRequestOrder(t *testing.T) {
 func TestByNameOfNothing(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	for i := range manager.PublicationID(3) {
-		receive(t, b, t0, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).Output.Broadcast...)
+		receive(t, b, t0, announce(t, l, t0, publication(i+1, "r", 16, false), time.Minute).items...)
 	}
 	receive(t, b, t0, release(t, l, t0, 1)...)
 	receive(t, b, t0, release(t, l, t0, 3)...)
-	receive(t, b, t0, announce(t, l, t0, publication(2, "r", 20, false), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, l, t0, publication(2, "r", 20, false), time.Minute).items...)
 	for name, tt := range map[string]struct {
 		p    id.Publication
 		want error
@@ -1062,7 +1062,7 @@ func TestByNameOfNothing(t *testing.T) {
 func TestForget(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{})
 	a := announce(t, l, t0, publication(1, "r1", 16, false), time.Minute)
-	receive(t, b, t0, a.Output.Broadcast...)
+	receive(t, b, t0, a.items...)
 	changed, cancel := b.Watch("r1")
 	defer cancel()
 	b.Forget(id.Publication{Owner: gamma, Sequence: 1})
@@ -1073,7 +1073,7 @@ func TestForget(t *testing.T) {
 	}
 	b.Forget(a.Name)
 	verify(t, b, t0)
-	receive(t, b, t0, a.Output.Broadcast...)
+	receive(t, b, t0, a.items...)
 	if _, err := b.ByName(t0, a.Name); !errors.Is(err, ErrEnded) || !woken(changed) || shown(b, t0) != nil {
 		t.Errorf("forgotten: %v, woken %v, %v shows", err, woken(changed), shown(b, t0))
 	}
@@ -1086,12 +1086,12 @@ func TestWatch(t *testing.T) {
 	too, cancelToo := b.Watch("r1")
 	other, cancelOther := b.Watch("r2")
 	a := announce(t, l, t0, publication(1, "r1", 16, true), time.Minute)
-	receive(t, b, t0, a.Output.Broadcast...)
+	receive(t, b, t0, a.items...)
 	if !woken(mine) || !woken(too) || woken(other) {
 		t.Errorf("woken %v, %v, other %v", woken(mine), woken(too), woken(other))
 	}
 	again, cancelAgain := b.Watch("r1")
-	receive(t, b, t0, a.Output.Broadcast...)
+	receive(t, b, t0, a.items...)
 	b.Member(t0, alpha, true)
 	b.Tick(t0.Add(time.Second))
 	if woken(again) {
@@ -1116,7 +1116,7 @@ func TestWatch(t *testing.T) {
 	first, cancelFirst := b.Watch("r3")
 	_, cancelSecond := b.Watch("r3")
 	cancelSecond()
-	receive(t, b, t0, announce(t, l, t0, publication(3, "r3", 16, true), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, l, t0, publication(3, "r3", 16, true), time.Minute).items...)
 	if !woken(first) {
 		t.Error("one waiter's cancel has taken the other's watch")
 	}
@@ -1135,7 +1135,7 @@ func TestWatchesAreBounded(t *testing.T) {
 	if s := b.Stats(); s.Watched != maxWatched+1 {
 		t.Errorf("%d watches", s.Watched)
 	}
-	receive(t, b, t0, announce(t, l, t0, publication(1, "two too many", 16, true), time.Minute).Output.Broadcast...)
+	receive(t, b, t0, announce(t, l, t0, publication(1, "two too many", 16, true), time.Minute).items...)
 	if !woken(one) || !woken(two) {
 		t.Error("not woken")
 	}
@@ -1156,14 +1156,14 @@ func TestEntriesAreBounded(t *testing.T) {
 	b.Member(t0, gamma, true)
 	a, g := NewLog(LogOptions{Life: alpha}), NewLog(LogOptions{Life: gamma})
 	for i := range manager.PublicationID(150) {
-		receive(t, b, t0, announce(t, a, t0, publication(i+1, "r", 16, true), time.Minute).Output.Broadcast...)
+		receive(t, b, t0, announce(t, a, t0, publication(i+1, "r", 16, true), time.Minute).items...)
 	}
-	if s := b.Stats(); s.Entries != 100 || s.Evicted != 50 {
+	if s := b.Stats(); s.Entries != 100 || s.Refused != 50 {
 		t.Fatalf("%+v", s)
 	}
 	// The one with less takes from the one with more.
 	for i := range manager.PublicationID(80) {
-		receive(t, b, t0, announce(t, g, t0, publication(i+1, "r", 16, true), time.Minute).Output.Broadcast...)
+		receive(t, b, t0, announce(t, g, t0, publication(i+1, "r", 16, true), time.Minute).items...)
 	}
 	share := map[id.Life]int{}
 	for _, e := range b.List(t0, 0) {
@@ -1205,7 +1205,7 @@ func TestEntriesAreBounded(t *testing.T) {
 func TestWindowIsBounded(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{Window: 16})
 	for i := range manager.PublicationID(200) {
-		items := announce(t, l, t0, publication(i+1, "r", 16, true), time.Minute).Output.Broadcast
+		items := announce(t, l, t0, publication(i+1, "r", 16, true), time.Minute).items
 		if i%2 == 1 {
 			receive(t, b, t0, items...)
 		}
@@ -1229,10 +1229,10 @@ func TestWindowIsBounded(t *testing.T) {
 
 func TestTablesAreBounded(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{Tables: 10 * 4 * pageBytes}) // ten of four pages
-	var all []Announced
+	var all []announcement
 	for i := range manager.PublicationID(15) {
 		all = append(all, announce(t, l, t0, publication(i+1, "r", 64, true), time.Minute))
-		receive(t, b, t0, all[i].Output.Broadcast...)
+		receive(t, b, t0, all[i].items...)
 	}
 	early, err := b.ByName(t0, all[0].Name)
 	if err != nil || early.HasTable || early.Publication.Streams[0].Pages != nil || early.Publication.Streams[0].Tokens != 64 {
@@ -1313,7 +1313,7 @@ func TestSequencesAtTheirEnd(t *testing.T) {
 func TestFastIsTenTimesAsFast(t *testing.T) {
 	b := board(BoardOptions{Fast: true})
 	stranger := NewLog(LogOptions{Life: gamma})
-	receive(t, b, t0, announce(t, stranger, t0, publication(1, "r1", 16, true), time.Hour).Output.Broadcast...)
+	receive(t, b, t0, announce(t, stranger, t0, publication(1, "r1", 16, true), time.Hour).items...)
 	owners := func(at time.Duration) int {
 		b.Tick(t0.Add(at))
 		return b.Stats().Owners
@@ -1370,10 +1370,11 @@ func TestConcurrentUse(t *testing.T) {
 			if err != nil {
 				t.Error(err)
 			}
+			items := outgoingOf(l, t0)
 			if i%2 == 0 {
 				_, err = b.Learn(t0, alpha, a.Full, name(i))
 			} else {
-				_, _, err = b.Receive(t0, a.Output.Broadcast[0])
+				_, _, err = b.Receive(t0, items[0])
 			}
 			if err != nil {
 				t.Error(err)

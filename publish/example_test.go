@@ -18,8 +18,8 @@ func Example() {
 	board := publish.NewBoard(publish.BoardOptions{Life: id.Life{Node: "decode-1", Incarnation: 3}})
 	board.Member(now, owner, true)
 
-	gossip := func(out publish.Output) {
-		for _, item := range out.Broadcast { // by way of the cluster
+	gossip := func() {
+		for _, item := range log.Outgoing(now, 1<<20) { // by way of the cluster
 			if _, _, err := board.Receive(now, item); err != nil {
 				fmt.Println(err)
 			}
@@ -37,12 +37,11 @@ func Example() {
 		return
 	}
 	fmt.Println("reserved", name, "and seal word", seal) // which is stored now
-	announced, err := log.Announce(now, p, 30*time.Second)
-	if err != nil {
+	if _, err := log.Announce(now, p, 30*time.Second); err != nil {
 		fmt.Println(err)
 		return
 	}
-	gossip(announced.Output)
+	gossip()
 
 	<-changed
 	for _, e := range board.ByRequest(now, "cmpl-42") {
@@ -50,12 +49,11 @@ func Example() {
 		fmt.Println("read", e.Name, s.Label, s.Tokens, "tokens in pages", s.Pages)
 	}
 
-	out, err := log.Release(now, p.ID) // the seal word has been cleared
-	if err != nil {
+	if err := log.Release(now, p.ID); err != nil { // the seal word has been cleared
 		fmt.Println(err)
 		return
 	}
-	gossip(out)
+	gossip()
 	_, err = board.ByName(now, name)
 	fmt.Println(err)
 	// Output:

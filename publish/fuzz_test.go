@@ -78,6 +78,8 @@ func FuzzBoardReceive(f *testing.F) {
 		l.Tick(t0).Broadcast[0],
 		l.Bye().Broadcast[0],
 		wire.EncodeChecks([]wire.Check{l.Check()}),
+		mustEncode(&wire.Beacon{Owner: id.Node("alpha").Hash(), Incarnation: 1, Number: 1, Modulus: 1}),
+		mustEncode(&wire.Echo{From: id.Node("alpha").Hash(), Owner: id.Node("beta").Hash(), Incarnation: 2, Number: 1}),
 	} {
 		for op := range byte(3) {
 			f.Add(append([]byte{3, 4, 1, op, byte(len(item))}, item...))

@@ -38,14 +38,14 @@ func (b *Board) Learn(now time.Time, owner id.Life, full []byte, request id.Requ
 	if err != nil {
 		return Entry{}, fmt.Errorf("learn from %s: publication %d: %w", owner, a.Publication, err)
 	}
-	if e.table != nil {
-		return e.export(), nil
+	if !e.hasTable {
+		// It has grown since, or its table found no room: the caller gets it all
+		// the same.
+		e = newEntry(b.since(now), v, a)
+		e.requestID = request
+		e.keep(a.Refs, a.Lists)
 	}
-	// It has grown since, or its table found no room: the caller gets it all
-	// the same.
-	own := newEntry(now, v, a).export()
-	own.HasTable, own.Publication.Request = true, request
-	return own, nil
+	return e.export(b.epoch), nil
 }
 
 // single decodes a batch of this owner with one announcement and its lists.
@@ -92,7 +92,7 @@ func (b *Board) learn(now time.Time, v *view, a *wire.Announcement, request id.R
 		return nil, ErrConflict
 	case isNews, isLive, isOver:
 	}
-	e := v.names[a.Publication]
+	e := v.named(a.Publication)
 	if e == nil {
 		return nil, ErrEnded
 	}
@@ -103,24 +103,25 @@ func (b *Board) learn(now time.Time, v *view, a *wire.Announcement, request id.R
 		b.stats.Conflicts++
 		return nil, fmt.Errorf("digest %#x, announced %#x: %w", a.Digest, e.digest, ErrConflict)
 	}
-	was, had := e.visible(now), e.table != nil
+	at := b.since(now)
+	was, had := e.visible(at), e.hasTable
 	if request != "" {
-		e.publication.Request = request
+		e.requestID = request
 	}
 	if !had {
-		e.publication.Streams = fromWire(a).Streams
+		e.keep(a.Refs, a.Lists)
 		b.keepTable(e)
 	}
 	// The owner may have extended the hold. Gossip can't say so: it may be late.
-	if end := now.Add(time.Duration(a.TTLMillis) * time.Millisecond); end.After(e.expires) {
+	if end := at + time.Duration(a.TTLMillis)*time.Millisecond; end > e.expires {
 		e.expires = end
 		if e.due >= 0 {
-			heap.Fix(&b.due, e.due)
-		} else if now.Before(end) {
+			heap.Fix(&b.due, int(e.due))
+		} else if at < end {
 			heap.Push(&b.due, e)
 		}
 	}
-	if is := e.visible(now); is && (!was || !had) {
+	if is := e.visible(at); is && (!was || !had) {
 		b.watches.wake(e.request)
 	}
 	return e, nil
@@ -180,7 +181,7 @@ func (b *Board) sync(now time.Time, v *view, c *wire.Check, live map[id.Sequence
 	for s, a := range live {
 		names[a.Publication] = true
 		_, err := b.learn(now, v, a, "")
-		if old := v.names[a.Publication]; errors.Is(err, ErrConflict) && old != nil { // the owner is right
+		if old := v.named(a.Publication); errors.Is(err, ErrConflict) && old != nil { // the owner is right
 			b.remove(old)
 			v.doubt.add(old.sequence, old.sequence)
 			_, err = b.learn(now, v, a, "")
@@ -202,4 +203,5 @@ func (b *Board) sync(now time.Time, v *view, c *wire.Check, live map[id.Sequence
 	v.max = max(c.Max, v.known.max())
 	v.check, v.checkAt = *c, now
 	v.settled, v.mismatch, v.strikes = true, false, 0
+	b.stats.Synced++
 }

@@ -2,6 +2,7 @@ package publish
 
 import (
 	"cmp"
+	"container/list"
 	"fmt"
 	"slices"
 	"sync"
@@ -14,9 +15,11 @@ import (
 
 // Bounds of a log.
 const (
-	defaultWords = 16384 // seal words of a node
-	maxSteps     = 200   // sequences of one growing publication that are remembered
-	maxAnswer    = 64    // items that answer one nack
+	defaultWords = 16384   // seal words of a node
+	maxSteps     = 200     // sequences of one growing publication that are remembered
+	maxAnswer    = 64      // items that answer one nack
+	answerRate   = 4 << 20 // bytes a second that answer nacks
+	answerBurst  = 1 << 20
 	maxEnded     = 16384 // requests whose publication is known to have ended
 )
 
@@ -25,7 +28,7 @@ type LogOptions struct {
 	Life  id.Life // required
 	Words int     // seal words: their indices are 0 to Words-1; default 16,384
 	Live  int     // bound of live publications; default Words - 1
-	Fast  bool    // checkpoints ten times as often, for tests
+	Fast  bool    // checkpoints and beacons ten times as often, for tests
 }
 
 // Log is this node's own publications. One writer: this node.
@@ -50,9 +53,14 @@ type Log struct {
 	pending  []id.Sequence // names that are reserved, ascending
 	words    fifo
 	ended    endedRequests
+	out      outgoing
+	answers  budget
+	coverage coverage
+	stats    LogStats
 
-	checkedAt      time.Time
-	checkedVersion uint64
+	checkedAt time.Time
+	checked   wire.Check // the last that was sent
+	again     bool       // it said something new, and will be sent once more
 }
 
 // held is one publication, from Reserve to Release.
@@ -65,6 +73,11 @@ type held struct {
 	value    manager.Publication
 	entry    wire.Announcement // the newest, its TTL apart
 	bytes    int               // with all its lists
+
+	waits  *list.Element // nil: its newest announcement is not outgoing
+	since  time.Time     // when it began to wait
+	said   id.Sequence   // the newest step that was handed over for gossip; 0: none
+	pushed id.Sequence   // the newest step that its target has
 }
 
 // Announced is what Announce returns.
@@ -73,10 +86,8 @@ type Announced struct {
 	Sequence id.Sequence    // of this announcement
 	Seal     uint32         // index of its seal word
 	Value    uint64         // what the word must hold
-	Output   Output
 	// Full is the announcement with all its page lists, whatever their size, as
 	// Push and Lookup carry it: a batch of one owner with this one announcement.
-	// It may share its memory with Output; neither is to be changed.
 	Full []byte
 }
 
@@ -94,6 +105,9 @@ func NewLog(o LogOptions) *Log {
 		requests: make(map[id.Request][]*held),
 		words:    newFIFO(o.Words),
 		ended:    endedRequests{at: make(map[id.RequestHash]int)},
+		answers:  budget{rate: answerRate, burst: answerBurst},
+		coverage: newCoverage(o.Fast),
+		checked:  wire.Check{Owner: o.Life.Node.Hash(), Incarnation: o.Life.Incarnation},
 	}
 	if o.Fast {
 		l.changed, l.idle = l.changed/10, l.idle/10
@@ -132,9 +146,9 @@ func (l *Log) Reserve(p manager.PublicationID) (name id.Publication, seal uint32
 }
 
 // Announce appends an entry: the publication, new or grown, which must have
-// been reserved and whose seal word the caller has stored. hold is how long
-// others may take it for held; see [Log.Extend]. The log keeps p, and its pages
-// must not change.
+// been reserved and whose seal word the caller has stored. It is outgoing from
+// now on. hold is how long others may take it for held; see [Log.Extend]. The
+// log keeps p, and its pages must not change.
 //
 // The error wraps [ErrUnknown] if it was not reserved, [ErrConflict] if it is
 // another request or content epoch than before, has shrunk, or was final, and
@@ -159,13 +173,12 @@ func (l *Log) Announce(now time.Time, p manager.Publication, hold time.Duration)
 		a.Sequence = l.next
 	}
 	deadline := now.Add(hold)
-	full, err := l.encode(now, deadline, a, nil)
+	full, err := l.encode(now, deadline, a)
 	if err != nil {
 		return Announced{}, fmt.Errorf("announce %s: %w", l.publication(h), err)
 	}
 
 	// Nothing fails from here on.
-	var before []id.Sequence // ends with this announcement
 	if first {
 		l.open++
 		l.settle(h.name)
@@ -173,13 +186,12 @@ func (l *Log) Announce(now time.Time, p manager.Publication, hold time.Duration)
 		l.ended.remove(p.Request.Hash())
 	} else {
 		l.next++
-		newest := h.newest()
-		before = []id.Sequence{newest}
-		l.sum ^= wire.Mix(uint64(newest))
+		l.sum ^= wire.Mix(uint64(h.newest()))
 		if len(h.steps) == maxSteps {
 			delete(l.steps, h.steps[0])
 			h.steps = slices.Delete(h.steps, 0, 1)
 		}
+		l.overtaken(h)
 	}
 	h.steps = append(h.steps, a.Sequence)
 	l.steps[a.Sequence] = h
@@ -187,17 +199,17 @@ func (l *Log) Announce(now time.Time, p manager.Publication, hold time.Duration)
 	l.max = max(l.max, a.Sequence)
 	l.version++
 	h.deadline, h.value, h.entry, h.bytes = deadline, p, a, len(full)
-
-	item := full // which is what is gossiped, most of the time
-	if !first || len(full) > wire.InlineBytes {
-		item = l.item(now, h, before)
-	}
+	l.out.announce(now, h)
+	l.stats.Announced++
 	value, _ := id.SealValue(l.life.Incarnation, h.name)
-	return Announced{
-		Name: l.publication(h), Sequence: a.Sequence, Seal: h.seal, Value: value,
-		Output: Output{Broadcast: [][]byte{item}},
-		Full:   full,
-	}, nil
+	return Announced{Name: l.publication(h), Sequence: a.Sequence, Seal: h.seal, Value: value, Full: full}, nil
+}
+
+// overtaken counts an announcement that was never gossiped and never will be.
+func (l *Log) overtaken(h *held) {
+	if h.waits != nil {
+		l.stats.Overtaken++
+	}
 }
 
 // grows reports why p can't be the next entry of h.
@@ -234,14 +246,15 @@ func (l *Log) Extend(p manager.PublicationID, until time.Time) error {
 }
 
 // Release ends a publication, or gives a reservation back: its seal word has
-// been cleared. The word's slot may be used again. The error wraps
+// been cleared. The word's slot may be used again. Its end is outgoing from now
+// on, and its announcement is not, if it still was. The error wraps
 // [ErrUnknown].
-func (l *Log) Release(now time.Time, p manager.PublicationID) (Output, error) {
+func (l *Log) Release(now time.Time, p manager.PublicationID) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	h := l.held[p]
 	if h == nil {
-		return Output{}, fmt.Errorf("release publication %d: %w", p, ErrUnknown)
+		return fmt.Errorf("release publication %d: %w", p, ErrUnknown)
 	}
 	over := h.steps
 	if len(over) == 0 {
@@ -251,6 +264,9 @@ func (l *Log) Release(now time.Time, p manager.PublicationID) (Output, error) {
 		l.open--
 		l.sum ^= wire.Mix(uint64(h.newest()))
 		l.forgetRequest(h)
+		l.overtaken(h)
+		l.out.done(h)
+		l.stats.Released++
 	}
 	for _, s := range h.steps {
 		delete(l.steps, s)
@@ -261,8 +277,8 @@ func (l *Log) Release(now time.Time, p manager.PublicationID) (Output, error) {
 	l.version++
 	l.raise()
 	l.max = max(l.max, l.floor, over[len(over)-1])
-	i, _ := slices.BinarySearch(over, l.floor+1)
-	return Output{Broadcast: [][]byte{l.message(nil, over[i:])}}, nil
+	l.out.end(now, over, l.floor)
+	return nil
 }
 
 // settle takes a name off the pending ones.
@@ -349,41 +365,89 @@ func (l *Log) ByName(sequence id.Sequence) (manager.PublicationID, bool) {
 // publications in the order of their sequences and, as the last item, the
 // checkpoint that goes with them. [Board.Sync] takes it.
 func (l *Log) Live(now time.Time) [][]byte {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	announced := make([]*held, 0, l.open)
-	for _, h := range l.held {
-		if len(h.steps) > 0 {
-			announced = append(announced, h)
-		}
+	live, batch, check := l.snapshot(now)
+	items := make([][]byte, 0, len(live)+1)
+	for i := range live {
+		batch.Announcements = live[i : i+1]
+		items = append(items, mustEncode(wire.Batches{batch}))
 	}
-	slices.SortFunc(announced, func(a, b *held) int { return cmp.Compare(a.newest(), b.newest()) })
-	items := make([][]byte, 0, len(announced)+1)
-	for _, h := range announced {
-		full, err := l.full(now, h)
-		if err != nil {
-			panic(err) // it was encoded before, above a lower floor
-		}
-		items = append(items, full)
-	}
-	check := l.check()
 	return append(items, mustEncode(&check))
 }
 
+// snapshot is what Live encodes, which takes too long to be done under the mutex.
+func (l *Log) snapshot(now time.Time) (live []wire.Announcement, batch wire.Batch, check wire.Check) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, h := range l.held {
+		if len(h.steps) > 0 {
+			a := h.entry
+			a.TTLMillis = ttl(now, h.deadline)
+			live = append(live, a)
+		}
+	}
+	slices.SortFunc(live, func(a, b wire.Announcement) int { return cmp.Compare(a.Sequence, b.Sequence) })
+	l.stats.Snapshots++
+	return live, l.batch(nil), l.check()
+}
+
 // Nack answers a request for missing sequences: what is live is announced
-// again, what has ended is released. What has not been announced yet is
-// passed over, and a long answer is cut: the rest is asked for again.
+// again, what has ended is released. What has not been announced yet is passed
+// over. A long answer is cut, and when very much is asked for, there is none:
+// it will be asked for again.
 func (l *Log) Nack(now time.Time, n *wire.Nack) Output {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if n.Owner != l.hash || n.Incarnation != l.life.Incarnation {
 		return Output{}
 	}
-	missing := slices.Sorted(slices.Values(n.Missing))
+	if !l.answers.has(now) {
+		l.stats.NacksRefused++
+		return Output{}
+	}
+	l.stats.Nacks++
+	var out Output
+	p := l.packer(wire.ItemBytes)
+	send := func() {
+		item := p.Message()
+		l.answers.spend(len(item))
+		out.Send = append(out.Send, Directed{To: n.Asker, Item: item})
+		p = l.packer(wire.ItemBytes)
+	}
+	ended, live := l.missed(n.Missing)
+	for _, s := range ended {
+		if !took(p.Release(s)) {
+			send()
+			took(p.Release(s))
+		}
+		l.stats.Repairs++
+	}
+	for _, m := range live {
+		if !l.put(p, now, m.held, m.steps, wire.InlineBytes, p.Empty()) {
+			send()
+			if len(out.Send) == maxAnswer {
+				return out
+			}
+			l.put(p, now, m.held, m.steps, wire.InlineBytes, true)
+		}
+		l.stats.Repairs++
+	}
+	if !p.Empty() || len(out.Send) == 0 { // it says the floor
+		send()
+	}
+	return out
+}
+
+// missed is one live publication of which somebody lacks something.
+type missed struct {
+	*held
+	steps []id.Sequence // those that it lacks, but for the newest
+}
+
+// missed sorts the sequences that somebody lacks.
+func (l *Log) missed(missing []id.Sequence) (ended []id.Sequence, live []missed) {
+	missing = slices.Sorted(slices.Values(missing))
 	missing = slices.Compact(missing[:min(len(missing), wire.MaxMissing)])
-	var ended []id.Sequence
-	grown := make(map[*held][]id.Sequence)
-	var live []*held
+	at := make(map[*held]int)
 	for _, s := range missing {
 		switch h := l.steps[s]; {
 		case s <= l.floor: // which every message says
@@ -393,57 +457,46 @@ func (l *Log) Nack(now time.Time, n *wire.Nack) Output {
 		default:
 			// A step that has ended goes with the one that took its place,
 			// so that nobody takes the publication for ended.
-			if _, ok := grown[h]; !ok {
-				live = append(live, h)
-				grown[h] = nil
+			i, ok := at[h]
+			if !ok {
+				i = len(live)
+				at[h] = i
+				live = append(live, missed{held: h})
 			}
 			if s != h.newest() {
-				grown[h] = append(grown[h], s)
+				live[i].steps = append(live[i].steps, s)
 			}
 		}
 	}
-	var items [][]byte
-	if len(ended) > 0 || len(live) == 0 {
-		// 300 gaps of at most 5 bytes may not fit into one.
-		const some = 200
-		items = append(items, l.message(nil, ended[:min(some, len(ended))]))
-		if len(ended) > some {
-			items = append(items, l.message(nil, ended[some:]))
-		}
-	}
-	for _, h := range live {
-		if len(items) >= maxAnswer {
-			break
-		}
-		items = append(items, l.item(now, h, grown[h]))
-	}
-	var out Output
-	for _, item := range items {
-		out.Send = append(out.Send, Directed{To: n.Asker, Item: item})
-	}
-	return out
+	return ended, live
 }
 
 // Tick returns the checkpoint when one is due: a second after the last one if
-// something has changed, else ten.
+// something has changed, once more after another second, since it may be lost
+// like what it tells of, else after ten. It waits for what is outgoing, but for
+// no more than the ten: before that, nobody can have what it speaks of.
 func (l *Log) Tick(now time.Time) Output {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	since := now.Sub(l.checkedAt)
-	if since < l.changed || since < l.idle && l.version == l.checkedVersion {
+	since, isNew := now.Sub(l.checkedAt), l.version != l.checked.Version
+	if since < l.changed || since < l.idle && (!isNew && !l.again || !l.out.isEmpty()) {
 		return Output{}
 	}
+	l.again = isNew
 	l.version++
-	l.checkedAt, l.checkedVersion = now, l.version
-	check := l.check()
-	return Output{Broadcast: [][]byte{mustEncode(&check)}}
+	l.checkedAt, l.checked = now, l.check()
+	return Output{Broadcast: [][]byte{mustEncode(&l.checked)}}
 }
 
-// Check is the current checkpoint.
+// Check is what others are told by push/pull: the current checkpoint, or, while
+// anything is outgoing, the last that was sent.
 func (l *Log) Check() wire.Check {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.check()
+	if l.out.isEmpty() {
+		return l.check()
+	}
+	return l.checked
 }
 
 // check ends before the first reservation, which has not been announced and
@@ -473,20 +526,41 @@ func (l *Log) Bye() Output {
 	return Output{Broadcast: [][]byte{mustEncode(&wire.Bye{Owner: l.hash, Incarnation: l.life.Incarnation, Max: l.max})}}
 }
 
-// LogStats are gauges.
+// LogStats are counters since the start, and gauges.
 type LogStats struct {
-	Live     int // announced
-	Reserved int // not announced yet
-	Words    int // seal words that are free
-	Floor    id.Sequence
-	Max      id.Sequence
+	Announced    uint64 // announcements made
+	Released     uint64 // publications that have ended
+	Overtaken    uint64 // announcements that were not gossiped yet when the publication grew or ended
+	Shortened    uint64 // announcements gossiped without their pages, to save room
+	Items        uint64 // handed over by Outgoing
+	ItemBytes    uint64
+	Nacks        uint64 // answered
+	NacksRefused uint64 // too much was asked for
+	Repairs      uint64 // sequences that the answers spoke of
+	Snapshots    uint64 // by Live
+
+	Beacons        uint64 // sent
+	EchoesExpected uint64 // answers to them
+	EchoesHeard    uint64 // of them
+	EchoesMissed   uint64 // of them, from members that are still there; the rest is on its way, or has left
+
+	Live         int // announced
+	Reserved     int // not announced yet
+	Words        int // seal words that are free
+	Floor        id.Sequence
+	Max          id.Sequence
+	Waiting      int       // sequences that are outgoing
+	WaitingSince time.Time // the oldest of them; 0: none
 }
 
-// Stats returns the gauges.
+// Stats returns the counters.
 func (l *Log) Stats() LogStats {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return LogStats{Live: l.open, Reserved: len(l.held) - l.open, Words: l.words.size(), Floor: l.floor, Max: l.max}
+	s := l.stats
+	s.Live, s.Reserved, s.Words, s.Floor, s.Max = l.open, len(l.held)-l.open, l.words.size(), l.floor, l.max
+	s.Waiting, s.WaitingSince = l.backlog()
+	return s
 }
 
 func (l *Log) publication(h *held) id.Publication {
@@ -494,46 +568,17 @@ func (l *Log) publication(h *held) id.Publication {
 }
 
 func (l *Log) full(now time.Time, h *held) ([]byte, error) {
-	return l.encode(now, h.deadline, h.entry, nil)
-}
-
-// item is the newest announcement of h as it is gossiped: with its pages if
-// they fit, by digest if not, and without its streams if even they do not.
-func (l *Log) item(now time.Time, h *held, releases []id.Sequence) []byte {
-	a := h.entry
-	if h.bytes > wire.InlineBytes {
-		a.Lists = nil
-	}
-	for {
-		item, err := l.encode(now, h.deadline, a, releases)
-		if err != nil {
-			panic(err) // it was encoded before, above a lower floor
-		}
-		switch {
-		case len(item) <= wire.ItemBytes:
-			return item
-		case a.Lists != nil:
-			a.Lists = nil
-		case a.Refs != nil:
-			a.Refs = nil
-		default:
-			releases = releases[:len(releases)/2] // a nack's; it will ask again
-		}
-	}
+	return l.encode(now, h.deadline, h.entry)
 }
 
 // encode returns a batch of a alone.
-func (l *Log) encode(now, deadline time.Time, a wire.Announcement, releases []id.Sequence) ([]byte, error) {
+func (l *Log) encode(now, deadline time.Time, a wire.Announcement) ([]byte, error) {
 	a.TTLMillis = ttl(now, deadline)
-	return wire.Encode(wire.Batches{l.batch([]wire.Announcement{a}, releases)})
+	return wire.Encode(wire.Batches{l.batch([]wire.Announcement{a})})
 }
 
-func (l *Log) message(a []wire.Announcement, releases []id.Sequence) []byte {
-	return mustEncode(wire.Batches{l.batch(a, releases)})
-}
-
-func (l *Log) batch(a []wire.Announcement, releases []id.Sequence) wire.Batch {
-	return wire.Batch{Owner: l.hash, Incarnation: l.life.Incarnation, Floor: l.floor, Announcements: a, Releases: releases}
+func (l *Log) batch(a []wire.Announcement) wire.Batch {
+	return wire.Batch{Owner: l.hash, Incarnation: l.life.Incarnation, Floor: l.floor, Announcements: a}
 }
 
 // mustEncode is for messages whose parts this package has made.

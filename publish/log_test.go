@@ -35,10 +35,11 @@ func TestLogAnnounces(t *testing.T) {
 	if a.Name != name || a.Sequence != 1 || a.Seal != seal || a.Value != value {
 		t.Errorf("announced %+v", a)
 	}
-	if len(a.Output.Broadcast) != 1 || len(a.Output.Send) != 0 {
-		t.Fatalf("output %+v", a.Output)
+	items := outgoingOf(l, t0)
+	if len(items) != 1 {
+		t.Fatalf("%d items", len(items))
 	}
-	for _, item := range [][]byte{a.Full, a.Output.Broadcast[0]} {
+	for _, item := range [][]byte{a.Full, items[0]} {
 		b := batch(t, item)
 		got := b.Announcements[0]
 		want := wire.Announcement{
@@ -74,7 +75,7 @@ func TestLogSequencesHaveNoGap(t *testing.T) {
 			}
 		}
 	}
-	note(announce(t, l, t0, publication(1, "r1", 16, false), time.Second).Output.Broadcast...)
+	note(announce(t, l, t0, publication(1, "r1", 16, false), time.Second).items...)
 	if _, err := l.Announce(t0, publication(1, "r1", 15, false), time.Second); !errors.Is(err, ErrConflict) {
 		t.Fatalf("shrunk: %v", err)
 	}
@@ -87,8 +88,8 @@ func TestLogSequencesHaveNoGap(t *testing.T) {
 		t.Fatalf("rank 64: %v", err)
 	}
 	note(release(t, l, t0, 2)...)
-	note(announce(t, l, t0, publication(1, "r1", 32, true), time.Second).Output.Broadcast...)
-	note(announce(t, l, t0, publication(3, "r3", 32, true), time.Second).Output.Broadcast...)
+	note(announce(t, l, t0, publication(1, "r1", 32, true), time.Second).items...)
+	note(announce(t, l, t0, publication(3, "r3", 32, true), time.Second).items...)
 	if want := map[id.Sequence]bool{1: true, 2: true, 3: true, 4: true}; !reflect.DeepEqual(seen, want) {
 		t.Errorf("spoken of %v, want %v", seen, want)
 	}
@@ -135,7 +136,7 @@ func TestLogGrows(t *testing.T) {
 	if a.Name.Sequence != 1 || a.Sequence != 3 || a.Seal != 0 {
 		t.Errorf("grown to %+v", a)
 	}
-	if b := batch(t, a.Output.Broadcast[0]); !slices.Equal(b.Releases, []id.Sequence{1}) || b.Announcements[0].Publication != 1 || b.Floor != 0 {
+	if b := batch(t, a.items[0]); !slices.Equal(b.Releases, []id.Sequence{1}) || b.Announcements[0].Publication != 1 || b.Floor != 0 {
 		t.Errorf("growth says %+v", b)
 	}
 	announce(t, l, t0, publication(1, "r1", 33, true), time.Second)
@@ -165,7 +166,7 @@ func TestLogGrows(t *testing.T) {
 	if b := batch(t, release(t, l, t0, 2)[0]); b.Floor != 4 || len(b.Releases) != 0 {
 		t.Errorf("end of all says floor %d, releases %v", b.Floor, b.Releases)
 	}
-	if _, err := l.Release(t0, 2); !errors.Is(err, ErrUnknown) {
+	if err := l.Release(t0, 2); !errors.Is(err, ErrUnknown) {
 		t.Errorf("released twice: %v", err)
 	}
 }
@@ -263,16 +264,18 @@ func TestLogFinds(t *testing.T) {
 	}
 }
 
+// scattered is n pages in no order.
+func scattered(n int) []page.Index {
+	p := make([]page.Index, n)
+	for i := range p {
+		p[i] = page.Index(i*7919%100003 + 1)
+	}
+	return p
+}
+
 // TestLogInline: what does not fit travels by digest, and what does not fit
 // even then without its streams.
 func TestLogInline(t *testing.T) {
-	scattered := func(n int) []page.Index {
-		p := make([]page.Index, n)
-		for i := range p {
-			p[i] = page.Index(i*7919%100003 + 1)
-		}
-		return p
-	}
 	many := manager.Publication{ID: 3, Request: "r3"}
 	for i := range 200 {
 		many.Streams = append(many.Streams, manager.Stream{
@@ -292,7 +295,7 @@ func TestLogInline(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := announce(t, l, t0, tt.p, time.Second)
-			item := a.Output.Broadcast[0]
+			item := a.items[0]
 			if len(item) > wire.ItemBytes {
 				t.Errorf("item has %d bytes", len(item))
 			}
@@ -365,15 +368,21 @@ func TestLogCheckpoints(t *testing.T) {
 			if c == nil || c.Max != 2 || c.Live != 2 || c.Hash != wire.Mix(1)^wire.Mix(2) || *c != l.Check() {
 				t.Fatalf("after a change: %+v, now %+v", c, l.Check())
 			}
-			if c := due(tt.changed + tt.idle - ms); c != nil {
+			if once := due(2 * tt.changed); once == nil || once.Version <= c.Version || once.Hash != c.Hash {
+				t.Errorf("once more: %+v after %+v", once, c)
+			}
+			if c := due(2*tt.changed + tt.idle - ms); c != nil {
 				t.Errorf("nothing has changed: %+v", c)
 			}
-			again := due(tt.changed + tt.idle)
+			again := due(2*tt.changed + tt.idle)
 			if again == nil || again.Version <= c.Version {
 				t.Errorf("idle: %+v after %+v", again, c)
 			}
+			if c := due(3*tt.changed + tt.idle); c != nil {
+				t.Errorf("nothing has changed: %+v", c)
+			}
 			release(t, l, t0, 1)
-			if c := due(2*tt.changed + tt.idle); c == nil || c.Floor != 1 || c.Live != 1 || c.Version <= again.Version {
+			if c := due(4*tt.changed + tt.idle); c == nil || c.Floor != 1 || c.Live != 1 || c.Version <= again.Version {
 				t.Errorf("after a release: %+v", c)
 			}
 		})
@@ -433,7 +442,7 @@ func TestLogAnswersNacks(t *testing.T) {
 		"not yet":          {missing: []id.Sequence{8, 1 << 60}},
 		"grown":            {missing: []id.Sequence{3}, announced: []id.Sequence{7}, released: []id.Sequence{3}},
 		"grown, both":      {missing: []id.Sequence{3, 7}, announced: []id.Sequence{7}, released: []id.Sequence{3}},
-		"all, in disorder": {missing: []id.Sequence{7, 1, 6, 2, 2, 5, 4, 3}, announced: []id.Sequence{2, 7, 4, 6}, released: []id.Sequence{5, 3}},
+		"all, in disorder": {missing: []id.Sequence{7, 1, 6, 2, 2, 5, 4, 3}, announced: []id.Sequence{2, 7, 4, 6}, released: []id.Sequence{3, 5}},
 	} {
 		announced, released := nack(tt.missing...)
 		if !slices.Equal(announced, tt.announced) || !slices.Equal(released, tt.released) {
@@ -450,25 +459,62 @@ func TestLogAnswersNacks(t *testing.T) {
 	}
 }
 
+// TestLogAnswersAreBounded: an answer has so many items and no more, all
+// answers together so many bytes a second, and small ones share an item.
 func TestLogAnswersAreBounded(t *testing.T) {
 	l := NewLog(LogOptions{Life: alpha})
 	var missing []id.Sequence
 	for i := range 2 * wire.MaxMissing {
 		p := publication(manager.PublicationID(i+1), "r", 16, true)
-		announce(t, l, t0, p, time.Second)
 		if i%2 == 1 {
+			p.Streams[0].Tokens, p.Streams[0].Pages = 16*400, scattered(400) // 850 bytes
 			missing = append(missing, id.Sequence(i+1))
 		}
+		announce(t, l, t0, p, time.Second)
 	}
 	n := &wire.Nack{Owner: alpha.Node.Hash(), Incarnation: alpha.Incarnation, Missing: missing}
-	if out := l.Nack(t0, n); len(out.Send) != maxAnswer {
-		t.Errorf("%d items", len(out.Send))
+	small := *n
+	small.Missing = nil
+	for _, s := range missing {
+		small.Missing = append(small.Missing, s-1)
+	}
+	announced := 0
+	out := l.Nack(t0, &small)
+	for _, d := range out.Send {
+		announced += len(batch(t, d.Item).Announcements)
+	}
+	if announced != wire.MaxMissing || len(out.Send) > wire.MaxMissing/15 {
+		t.Errorf("%d small ones in %d items", announced, len(out.Send))
+	}
+	answered, bytes := 0, 0
+	for range 100 {
+		out := l.Nack(t0, n)
+		if len(out.Send) == 0 {
+			break
+		}
+		if len(out.Send) != maxAnswer {
+			t.Errorf("%d items", len(out.Send))
+		}
+		answered++
+		for _, d := range out.Send {
+			bytes += len(d.Item)
+		}
+	}
+	if bytes > answerBurst+maxAnswer*wire.ItemBytes || answered < 10 {
+		t.Errorf("%d bytes at once in %d answers", bytes, answered)
+	}
+	if s := l.Stats(); s.NacksRefused != 1 || s.Nacks != uint64(answered+1) || s.Repairs < uint64(announced) {
+		t.Errorf("%+v", s)
+	}
+	later := t0.Add(100 * ms)
+	if out := l.Nack(later, n); len(out.Send) != maxAnswer {
+		t.Errorf("%d items after a while", len(out.Send))
 	}
 	for _, s := range missing {
 		release(t, l, t0, manager.PublicationID(s))
 	}
 	released := 0
-	for _, d := range l.Nack(t0, n).Send {
+	for _, d := range l.Nack(later, n).Send {
 		if len(d.Item) > wire.ItemBytes {
 			t.Errorf("item has %d bytes", len(d.Item))
 		}

@@ -7,11 +7,16 @@
 // has ended is said sequence by sequence, and in bulk by a floor that only
 // rises. Of two lives of one owner the newer one makes the older one void.
 //
-//	Log                                   Board
-//	Reserve → (seal word set) → Announce → Receive → ByRequest, Watch
-//	(seal word cleared) → Release       → Receive
-//	Tick: checkpoint                    → Receive
-//	Nack, Live                          ← Tick: what is missing; Sync
+//	Log                                              Board
+//	Reserve → (seal word set) → Announce → Outgoing → Receive → ByRequest, Watch
+//	(seal word cleared) → Release        → Outgoing → Receive
+//	Tick: checkpoint                               → Receive
+//	Nack, Live                                     ← Tick: what is missing; Sync
+//	Beacon → Receive, by who is asked              → Echo
+//
+// The log keeps what is to be gossiped until there is room for it
+// (outgoing.go), so nothing of it is dropped on the way out, and what has ended
+// meanwhile is never announced.
 //
 // Gossip is a hint; what makes a read safe is the seal word. A board may be
 // late and may lack something, but it never shows what it knows to have ended,
@@ -39,9 +44,10 @@ var (
 	ErrConflict = errors.New("announcement contradicts what is known")
 )
 
-// Output is what is to be sent after a call: items for all, items for some.
-// Items are gossip messages of at most [wire.ItemBytes] bytes. What is lost is
-// repaired, so the sender may drop.
+// Output is what is to be sent after a call, what [Log.Outgoing] hands over
+// apart: items for all, items for some. Items are gossip messages of at most
+// [wire.ItemBytes] bytes. What is lost is repaired, or said again, so the sender
+// may drop.
 type Output struct {
 	Broadcast [][]byte
 	Send      []Directed

@@ -37,8 +37,14 @@ func publication(i manager.PublicationID, r id.Request, tokens int, final bool) 
 	}
 }
 
-// announce reserves and announces, and returns what was announced.
-func announce(t testing.TB, l *Log, now time.Time, p manager.Publication, hold time.Duration) Announced {
+// announcement is what was announced, and what is gossiped of it.
+type announcement struct {
+	Announced
+	items [][]byte
+}
+
+// announce reserves and announces, and takes all that is outgoing.
+func announce(t testing.TB, l *Log, now time.Time, p manager.Publication, hold time.Duration) announcement {
 	t.Helper()
 	if _, _, _, err := l.Reserve(p.ID); err != nil {
 		t.Fatal(err)
@@ -47,17 +53,19 @@ func announce(t testing.TB, l *Log, now time.Time, p manager.Publication, hold t
 	if err != nil {
 		t.Fatal(err)
 	}
-	return a
+	return announcement{a, outgoingOf(l, now)}
 }
 
+// release ends a publication, and takes all that is outgoing.
 func release(t testing.TB, l *Log, now time.Time, p manager.PublicationID) [][]byte {
 	t.Helper()
-	out, err := l.Release(now, p)
-	if err != nil {
+	if err := l.Release(now, p); err != nil {
 		t.Fatal(err)
 	}
-	return out.Broadcast
+	return outgoingOf(l, now)
 }
+
+func outgoingOf(l *Log, now time.Time) [][]byte { return l.Outgoing(now, 1<<30) }
 
 // receive gives items to a board and checks the board afterwards.
 func receive(t testing.TB, b *Board, now time.Time, items ...[]byte) (out Output) {
@@ -115,6 +123,7 @@ func verify(t testing.TB, b *Board, now time.Time) {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	at := b.since(now)
 	entries, parkedItems, due, tables, tableBytes := 0, 0, 0, 0, int64(0)
 	for hash, v := range b.views {
 		if hash != v.hash || hash == b.hash {
@@ -133,11 +142,11 @@ func verify(t testing.TB, b *Board, now time.Time) {
 			t.Fatalf("%s: floor %d, max %d, known %v", v.life(), v.floor, v.max, v.known)
 		}
 		parkedItems += v.parked
-		sum, byName := uint64(0), 0
+		sum, grown := uint64(0), 0
 		for s, e := range v.live {
 			entries++
 			sum ^= wire.Mix(uint64(s))
-			if e.sequence != s || e.view != v || v.names[e.name] != e {
+			if e.sequence != s || e.view != v || v.named(e.name) != e {
 				t.Fatalf("%s: entry %d is not in order", v.life(), s)
 			}
 			if s <= v.floor || e.name <= v.floor {
@@ -154,20 +163,23 @@ func verify(t testing.TB, b *Board, now time.Time) {
 			}
 			if e.due >= 0 {
 				due++
-			} else if now.Before(e.expires) {
+			} else if at < e.expires {
 				t.Fatalf("%s: sequence %d expires unseen", v.life(), s)
 			}
-			if all := b.requests[e.request]; e.at >= len(all) || all[e.at] != e {
-				t.Fatalf("%s: sequence %d is lost under its request", v.life(), s)
+			if e.name != e.sequence {
+				grown++
 			}
-			if e.table != nil {
+			refs, lists := e.streams()
+			if e.hasTable != (lists != nil) || len(refs) == 0 && e.hasTable {
+				t.Fatalf("%s: sequence %d has streams %v, lists %v", v.life(), s, refs, lists)
+			}
+			if e.hasTable {
 				tables++
 				tableBytes += int64(e.pages) * pageBytes
 			}
 		}
-		byName = len(v.names)
-		if byName != len(v.live) || sum != v.sum {
-			t.Fatalf("%s: %d names for %d live, sum %#x for %#x", v.life(), byName, len(v.live), v.sum, sum)
+		if grown != len(v.grown) || sum != v.sum {
+			t.Fatalf("%s: %d names for %d that have grown, sum %#x for %#x", v.life(), len(v.grown), grown, v.sum, sum)
 		}
 		for s := range v.ended {
 			if s <= v.floor {
@@ -176,17 +188,38 @@ func verify(t testing.TB, b *Board, now time.Time) {
 		}
 	}
 	byRequest := 0
-	for r, all := range b.requests {
-		if len(all) == 0 {
-			t.Fatalf("request %x has an empty list", r)
+	for r, first := range b.requests {
+		if first == nil || first.sameBefore != nil {
+			t.Fatalf("request %x does not begin with its first", r)
 		}
-		byRequest += len(all)
+		for e := first; e != nil; e = e.sameAfter {
+			byRequest++
+			if e.request != r || e.view.live[e.sequence] != e || e.sameAfter != nil && e.sameAfter.sameBefore != e {
+				t.Fatalf("request %x: sequence %d is not in order", r, e.sequence)
+			}
+		}
 	}
-	if entries != b.entries || entries != byRequest || due != len(b.due) || tables != b.tables.Len() || tableBytes != b.stats.TableBytes || parkedItems != b.parked {
+	listed := 0
+	for e := b.tables.oldest; e != nil; e = e.newer {
+		listed++
+		if !e.hasTable || e.newer == nil && b.tables.newest != e || e.newer != nil && e.newer.older != e {
+			t.Fatalf("table of %d is not in order", e.sequence)
+		}
+	}
+	if entries != b.entries || entries != byRequest || due != len(b.due) || tables != listed || tableBytes != b.tables.bytes || parkedItems != b.parked {
 		t.Fatalf("%d entries, %d counted, %d by request; %d of %d due; %d of %d tables, %d of %d bytes; %d of %d parked",
-			entries, b.entries, byRequest, due, len(b.due), tables, b.tables.Len(), tableBytes, b.stats.TableBytes, parkedItems, b.parked)
+			entries, b.entries, byRequest, due, len(b.due), tables, listed, tableBytes, b.tables.bytes, parkedItems, b.parked)
 	}
 	if b.parked > maxParked || len(b.past) > maxPast || len(b.views) > maxOwners {
 		t.Fatalf("%d parked, %d past, %d owners", b.parked, len(b.past), len(b.views))
 	}
+	if tableBytes > b.o.Tables || entries > b.o.Entries {
+		t.Fatalf("%d bytes of tables, %d entries", tableBytes, entries)
+	}
+}
+
+// tokens is the length of the first stream.
+func (e *entry) tokens() int {
+	refs, _ := e.streams()
+	return refs[0].Tokens
 }

@@ -4,18 +4,21 @@ import (
 	"container/heap"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
 )
 
-// Receive applies one gossiped item. If anything in it is new, the item is
-// returned to be passed on as it is: the time to live in it stays true if that
-// happens at once. A nack that is meant for this node's log is returned, its
-// Asker filled in, for [Log.Nack]. The error, which wraps [wire.ErrMessage] or
-// [wire.ErrVersion], means that the item was dropped; it is counted.
-func (b *Board) Receive(now time.Time, item []byte) (Output, *wire.Nack, error) {
+// Receive applies one gossiped item, of which it keeps nothing. If anything in
+// it is new, the item is returned to be passed on as it is: the time to live in
+// it stays true if that happens at once. What is meant for this node's log is
+// returned: a [*wire.Nack], its Asker filled in, for [Log.Nack], or a
+// [*wire.Echo] for [Log.Echo]; else nil. The error, which wraps
+// [wire.ErrMessage] or [wire.ErrVersion], means that the item was dropped; it is
+// counted.
+func (b *Board) Receive(now time.Time, item []byte) (out Output, forLog wire.Message, err error) {
 	m, err := b.decode(item)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -28,7 +31,6 @@ func (b *Board) Receive(now time.Time, item []byte) (Output, *wire.Nack, error) 
 		}
 		return Output{}, nil, err
 	}
-	var out Output
 	news := false
 	switch m := m.(type) {
 	case wire.Batches:
@@ -43,13 +45,23 @@ func (b *Board) Receive(now time.Time, item []byte) (Output, *wire.Nack, error) 
 		out, news = b.check(now, m)
 	case *wire.Bye:
 		news = b.bye(now, m)
+	case *wire.Beacon:
+		out, news = b.beacon(now, m)
 	case *wire.Nack:
-		return Output{}, b.nack(m), nil
+		if v := b.fromMember(m.From, m.Owner, m.Incarnation); v != nil {
+			m.Asker = v.node
+			forLog = m
+		}
+	case *wire.Echo:
+		if b.fromMember(m.From, m.Owner, m.Incarnation) != nil {
+			forLog = m
+		}
 	}
 	if news {
+		b.stats.Passed++
 		out.Broadcast = [][]byte{item}
 	}
-	return out, nil, nil
+	return out, forLog, nil
 }
 
 func (b *Board) decode(item []byte) (wire.Message, error) {
@@ -59,15 +71,15 @@ func (b *Board) decode(item []byte) (wire.Message, error) {
 	return wire.Decode(item, b.o.Pages)
 }
 
-// nack returns n if it is for this life, from a member.
-func (b *Board) nack(n *wire.Nack) *wire.Nack {
-	v := b.views[n.From]
-	if n.Owner != b.hash || n.Incarnation != b.o.Life.Incarnation || v == nil || v.presence != up {
+// fromMember returns who says something to this node's log, nil if that is no
+// member, or another life is meant.
+func (b *Board) fromMember(from, to id.NodeHash, i id.Incarnation) *view {
+	v := b.views[from]
+	if to != b.hash || i != b.o.Life.Incarnation || v == nil || v.presence != up {
 		b.stats.Old++
 		return nil
 	}
-	n.Asker = v.node
-	return n
+	return v
 }
 
 // bye ends a life that said so.
@@ -98,22 +110,22 @@ func (b *Board) apply(now time.Time, v *view, g *wire.Batch) (news bool) {
 		b.raise(v, g.Floor)
 		news = true
 	}
-	refused := false
+	var refused []id.Sequence // publications
 	for i := range g.Announcements {
-		switch b.announce(now, v, &g.Announcements[i], false) {
+		switch a := &g.Announcements[i]; b.announce(now, v, a, false) {
 		case isNews:
 			news = true
 		case noRoom, conflict:
-			refused = true
+			refused = append(refused, a.Publication)
 		case isLive, isOver:
 		}
 	}
-	if refused {
-		// A release may say that the announcement beside it took a step's
-		// place; without that one it would read as the publication's end.
-		return news
-	}
 	for _, s := range g.Releases {
+		// It may only say that an announcement beside it took a step's place;
+		// without that one it would read as the publication's end.
+		if e := v.live[s]; e != nil && slices.Contains(refused, e.name) {
+			continue
+		}
 		news = b.release(v, s) || news
 	}
 	return news
@@ -124,17 +136,17 @@ func (b *Board) raise(v *view, floor id.Sequence) {
 	if floor <= v.floor {
 		return
 	}
-	if rise := uint64(floor - v.floor); rise <= uint64(len(v.names)+len(v.ended)) {
+	if rise := uint64(floor - v.floor); rise <= uint64(len(v.live)+len(v.ended)) {
 		for i := range rise {
 			s := v.floor + 1 + id.Sequence(i)
-			if e := v.names[s]; e != nil {
+			if e := v.named(s); e != nil {
 				b.end(e)
 			}
 			delete(v.ended, s)
 		}
 	} else {
-		for s, e := range v.names {
-			if s <= floor {
+		for _, e := range v.live {
+			if e.name <= floor {
 				b.end(e)
 			}
 		}
@@ -166,8 +178,16 @@ func (b *Board) release(v *view, s id.Sequence) (news bool) {
 	if !b.room(v, s) {
 		return false
 	}
-	v.know(s, s)
+	b.know(v, s)
 	return true
+}
+
+// know notes a sequence that was not known.
+func (b *Board) know(v *view, s id.Sequence) {
+	if s <= v.askedTo {
+		b.stats.Repaired++
+	}
+	v.know(s, s)
 }
 
 // room says whether the owner's window has room for s.
@@ -217,44 +237,45 @@ func (b *Board) announce(now time.Time, v *view, a *wire.Announcement, direct bo
 	if !b.room(v, a.Sequence) {
 		return noRoom
 	}
-	e := newEntry(now, v, a)
-	if old := v.names[a.Publication]; old != nil {
+	e := newEntry(b.since(now), v, a)
+	if old := v.named(a.Publication); old != nil {
 		if old.sequence > a.Sequence {
 			b.stats.Duplicates++
 			v.know(a.Sequence, a.Sequence)
 			return isOver
 		}
-		if contradicts(old, e) {
+		if contradicts(old, a) {
 			b.stats.Conflicts++
 			v.max = max(v.max, a.Sequence)
 			v.mismatch = true // only the owner can say which one is right
 			return conflict
 		}
-		if e.publication.Request == "" {
-			e.publication.Request = old.publication.Request
-		}
+		e.requestID = old.requestID
 		b.remove(old)
 	} else if !b.makeRoom(v) {
 		v.max = max(v.max, a.Sequence)
 		return noRoom
 	}
 	delete(v.ended, a.Publication)
-	v.know(a.Sequence, a.Sequence)
-	b.insert(now, e, a.Lists != nil)
+	if !v.known.has(a.Sequence) {
+		b.know(v, a.Sequence)
+	}
+	e.keep(a.Refs, a.Lists)
+	b.insert(now, e)
 	b.stats.News++
 	return isNews
 }
 
-// contradicts says whether grown can't be what old has grown to.
-func contradicts(old, grown *entry) bool {
-	p, q := &old.publication, &grown.publication
-	if old.request != grown.request || old.seal != grown.seal || p.ContentEpoch != q.ContentEpoch || p.Final {
+// contradicts says whether a can't be what old has grown to.
+func contradicts(old *entry, a *wire.Announcement) bool {
+	if old.request != a.Request || old.seal != a.Seal || old.epoch != a.ContentEpoch || old.final {
 		return true
 	}
-	if len(q.Streams) == 0 { // too many to be gossiped
+	if len(a.Refs) == 0 { // too many to be gossiped
 		return false
 	}
-	_, _, shrunk := shrinks(p.Streams, q.Streams)
+	refs, _ := old.streams()
+	_, _, shrunk := shrinks(fromWire(refs, nil), fromWire(a.Refs, nil))
 	return shrunk
 }
 
@@ -262,13 +283,12 @@ func contradicts(old, grown *entry) bool {
 // entries gives way.
 func (b *Board) makeRoom(v *view) bool {
 	if len(v.live) >= maxLive {
-		b.stats.Evicted++
+		b.stats.Refused++
 		return false
 	}
 	if b.entries < b.o.Entries {
 		return true
 	}
-	b.stats.Evicted++
 	largest := v
 	for _, other := range b.views {
 		if len(other.live) > len(largest.live) {
@@ -276,8 +296,10 @@ func (b *Board) makeRoom(v *view) bool {
 		}
 	}
 	if largest == v {
+		b.stats.Refused++
 		return false
 	}
+	b.stats.Evicted++
 	for _, e := range largest.live {
 		// It becomes a gap again, which is asked for when there is room.
 		if largest.known.remove(e.sequence); len(largest.known.ranges) > b.o.Window {
@@ -289,21 +311,18 @@ func (b *Board) makeRoom(v *view) bool {
 	return true
 }
 
-func (b *Board) insert(now time.Time, e *entry, table bool) {
-	v := e.view
-	v.live[e.sequence] = e
-	v.names[e.name] = e
-	v.sum ^= wire.Mix(uint64(e.sequence))
+func (b *Board) insert(now time.Time, e *entry) {
+	v, at := e.view, b.since(now)
+	v.put(e)
 	b.entries++
-	e.at = len(b.requests[e.request])
-	b.requests[e.request] = append(b.requests[e.request], e)
-	if now.Before(e.expires) {
+	b.requests.put(e)
+	if at < e.expires {
 		heap.Push(&b.due, e)
 	}
-	if table {
+	if e.hasTable {
 		b.keepTable(e)
 	}
-	if e.visible(now) {
+	if e.visible(at) {
 		b.watches.wake(e.request)
 	}
 }
@@ -314,44 +333,26 @@ func (b *Board) remove(e *entry) {
 	if v.presence == up && e.due >= 0 { // it shows, or nobody was woken yet when it ceased to
 		b.watches.wake(e.request)
 	}
-	delete(v.live, e.sequence)
-	delete(v.names, e.name)
-	v.sum ^= wire.Mix(uint64(e.sequence))
+	v.take(e)
 	b.entries--
-	all := b.requests[e.request]
-	last := len(all) - 1
-	all[e.at], all[last].at = all[last], e.at
-	all[last] = nil
-	if b.requests[e.request] = all[:last]; last == 0 {
-		delete(b.requests, e.request)
-	}
+	b.requests.take(e)
 	if e.due >= 0 {
-		heap.Remove(&b.due, e.due)
+		heap.Remove(&b.due, int(e.due))
 	}
-	b.dropTable(e)
+	if e.hasTable {
+		b.tables.take(e)
+	}
 }
 
 // keepTable counts the pages of e, and gives up the oldest tables if they are
 // too many.
 func (b *Board) keepTable(e *entry) {
-	for _, s := range e.publication.Streams {
-		e.pages += len(s.Pages)
-	}
-	e.table = b.tables.PushBack(e)
-	b.stats.TableBytes += int64(e.pages) * pageBytes
-	for b.stats.TableBytes > b.o.Tables {
-		oldest := b.tables.Front().Value.(*entry)
-		b.dropTable(oldest)
-		oldest.publication.Streams = withoutPages(oldest.publication.Streams)
+	b.tables.put(e)
+	for b.tables.bytes > b.o.Tables {
+		oldest := b.tables.oldest
+		b.tables.take(oldest)
+		refs, _ := oldest.streams()
+		oldest.keep(refs, nil)
 		b.stats.NoTable++
 	}
-}
-
-func (b *Board) dropTable(e *entry) {
-	if e.table == nil {
-		return
-	}
-	b.tables.Remove(e.table)
-	b.stats.TableBytes -= int64(e.pages) * pageBytes
-	e.table, e.pages = nil, 0
 }

@@ -14,6 +14,9 @@ func (b *Board) check(now time.Time, c *wire.Check) (out Output, news bool) {
 	if c.Owner == b.hash {
 		return b.newer(c.Incarnation), false
 	}
+	if c.Version == 0 { // it has said nothing yet
+		return Output{}, false
+	}
 	v, _ := b.replica(now, c.Owner, c.Incarnation, false)
 	if v == nil || v.check.Version >= c.Version || !b.admit(v) {
 		return Output{}, false
@@ -37,20 +40,23 @@ func (v *view) fits() {
 // settle compares a checkpoint that did not fit when it came, now that what
 // was sent before it has had its time. A view that holds less than the
 // checkpoint says is ahead of it, most likely; if that goes on, it is not.
-func (v *view) settle() {
+func (b *Board) settle(v *view) {
 	if v.settled || !v.complete(v.check.Max) {
 		return
 	}
 	v.settled = true
-	switch fits, late := v.compare(); {
-	case fits:
+	fits, late := v.compare()
+	if fits {
 		v.fits()
-	case late:
-		v.strikes++
-		v.mismatch = v.mismatch || v.strikes >= maxStrikes
-	default:
-		v.mismatch = true
+		return
 	}
+	if late {
+		if v.strikes++; v.strikes < maxStrikes {
+			return
+		}
+	}
+	v.mismatch = true
+	b.stats.Mismatches++
 }
 
 // Tick drops what has waited or was hidden for too long, and asks owners for
@@ -58,7 +64,8 @@ func (v *view) settle() {
 func (b *Board) Tick(now time.Time) Output {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for len(b.due) > 0 && !now.Before(b.due[0].expires) {
+	at := b.since(now)
+	for len(b.due) > 0 && at >= b.due[0].expires {
 		e := heap.Pop(&b.due).(*entry)
 		b.stats.Expired++
 		if e.view.presence == up {
@@ -89,24 +96,33 @@ func (b *Board) repair(now time.Time, v *view, out *Output) {
 	var count uint64
 	if now.Sub(v.markAt) >= b.o.GapAge {
 		missing, count = v.known.missing(v.mark, wire.MaxMissing)
-		v.mark, v.markAt = v.max, now
-		if count == 0 {
-			v.askWait = 0
+		switch {
+		case count == 0:
+			v.askWait, v.asks, v.gapAt = 0, 0, time.Time{}
+		case v.gapAt.IsZero():
+			v.gapAt = v.markAt
 		}
+		v.mark, v.markAt = v.max, now
 	}
 	if now.Sub(v.checkAt) >= b.o.GapAge {
-		v.settle()
+		b.settle(v)
 	}
 	// Without room for it there's no use in asking for more.
 	if len(missing) > 0 && !now.Before(v.askAt) && b.entries < b.o.Entries {
+		if missing[0] > v.askedFrom { // it was answered
+			v.askWait, v.asks = 0, 0
+		}
+		v.asks++
 		v.askWait = min(max(2*v.askWait, 2*b.o.GapAge), b.askMost)
 		v.askAt = now.Add(v.askWait)
+		v.askedFrom, v.askedTo = missing[0], missing[len(missing)-1]
 		b.stats.Nacks++
+		b.stats.Asked += uint64(len(missing))
 		out.Send = append(out.Send, Directed{To: v.node, Item: mustEncode(&wire.Nack{
 			From: b.hash, Owner: v.hash, Incarnation: v.incarnation, Missing: missing,
 		})})
 	}
-	lost := v.mismatch || v.doubt.count > 0 || count > uint64(b.o.Window)/4
+	lost := v.mismatch || v.doubt.count > 0 || v.asks > maxAsks || count > uint64(b.o.Window)/4
 	if lost && !now.Before(v.syncAt) && b.entries < b.o.Entries {
 		v.syncWait = min(max(2*v.syncWait, b.syncMin), 10*b.syncMin)
 		v.syncAt = now.Add(v.syncWait)

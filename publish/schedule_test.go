@@ -124,7 +124,7 @@ func (s *schedule) publish() {
 	}
 	s.open[p.ID], s.deadline[p.ID] = p, s.now.Add(hold)
 	s.history[lifeSequence{s.life.Incarnation, a.Sequence}] = said{p.Request, a.Name.Sequence, p.Streams[0].Tokens}
-	s.bag = append(s.bag, a.Output.Broadcast...)
+	s.flush()
 	s.pushes = append(s.pushes, push{s.life.Incarnation, a.Full, p.Request})
 }
 
@@ -142,13 +142,23 @@ func pickSaid(r *rand.Rand, m map[lifeSequence]said) lifeSequence {
 }
 
 func (s *schedule) release(p manager.PublicationID) {
-	out, err := s.log.Release(s.now, p)
-	if err != nil {
+	if err := s.log.Release(s.now, p); err != nil {
 		s.t.Fatal(err)
 	}
 	delete(s.open, p)
 	delete(s.deadline, p)
-	s.bag = append(s.bag, out.Broadcast...)
+	s.flush()
+}
+
+// flush says what is outgoing, most of the time, and not always all of it.
+func (s *schedule) flush() {
+	switch s.r.IntN(4) {
+	case 0:
+	case 1:
+		s.bag = append(s.bag, s.log.Outgoing(s.now, s.r.IntN(600))...)
+	default:
+		s.bag = append(s.bag, outgoingOf(s.log, s.now)...)
+	}
 }
 
 func (s *schedule) restart() {
@@ -261,7 +271,7 @@ func (s *schedule) check(r *replica) {
 			s.t.Fatalf("I3: %d of incarnation %d was released and is back", q, v.incarnation)
 		}
 		was, ok := s.history[lifeSequence{v.incarnation, q}]
-		if !ok || was.request.Hash() != e.request || was.name != e.name || was.tokens != e.publication.Streams[0].Tokens {
+		if !ok || was.request.Hash() != e.request || was.name != e.name || was.tokens != e.tokens() {
 			s.t.Fatalf("sequence %d of incarnation %d was never like this: %+v, want %+v", q, v.incarnation, e, was)
 		}
 	}
@@ -373,6 +383,7 @@ func (s *schedule) settle() {
 		s.release(p)
 	}
 	s.reserved = nil
+	outgoingOf(s.log, s.now) // and lost
 	for _, r := range s.replicas {
 		r.snapshots = nil
 		r.board.Member(s.now, s.life, true)
@@ -421,6 +432,11 @@ func (s *schedule) converged(r *replica) {
 }
 
 // TestSchedules runs an owner and three boards over a hostile network.
+//
+// It notices what it is for. Taken out of the board one by one, each of these was
+// found missing within a few schedules: that older lives are void, also where
+// membership tells of the newer one; that releases which come first are
+// remembered; that the floor is; and that checkpoints are compared.
 func TestSchedules(t *testing.T) {
 	const least, most, short = 60, 400, 4 * time.Second
 	deliveries, asked, synced, seed := 0, 0, 0, uint64(0)

@@ -1,6 +1,7 @@
 package publish
 
 import (
+	"iter"
 	"slices"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -106,6 +107,19 @@ func (q *sequences) cut(s id.Sequence) {
 	q.count -= span{r.first, s}.size()
 	if r.first = s + 1; s == r.last {
 		q.ranges = slices.Delete(q.ranges, 0, 1)
+	}
+}
+
+// all goes through the set upwards; it must not change meanwhile.
+func (q *sequences) all() iter.Seq[id.Sequence] {
+	return func(yield func(id.Sequence) bool) {
+		for _, r := range q.ranges {
+			for i := range r.size() {
+				if !yield(r.first + id.Sequence(i)) {
+					return
+				}
+			}
+		}
 	}
 }
 

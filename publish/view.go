@@ -22,7 +22,7 @@ type view struct {
 	max   id.Sequence // the greatest that the owner has spoken of
 	known sequences   // all up to floor, and what was announced or released
 	live  map[id.Sequence]*entry
-	names map[id.Sequence]*entry   // the same entries by what names the publication
+	grown map[id.Sequence]*entry   // those of them that are not the first of their publication, by what names it
 	ended map[id.Sequence]struct{} // names above floor that have ended
 	sum   uint64                   // of Mix(sequence) over live
 	// doubt is empty, unless this life was dropped and has come back: then, until
@@ -41,9 +41,16 @@ type view struct {
 	// What is unknown up to mark was so at markAt already.
 	mark          id.Sequence
 	markAt        time.Time
-	askAt, syncAt time.Time // not before
+	gapAt         time.Time   // since when something has been missing all the time; 0: nothing is
+	askedFrom     id.Sequence // the least that was asked for
+	askedTo       id.Sequence // the greatest
+	asks          int         // in a row that were not answered
+	askAt, syncAt time.Time   // not before
 	askWait       time.Duration
 	syncWait      time.Duration
+
+	beacon   uint64 // the greatest number
+	beaconAt time.Time
 }
 
 type presence uint8
@@ -59,7 +66,7 @@ func newView(now time.Time, hash id.NodeHash, i id.Incarnation, forgotten id.Seq
 	v := &view{
 		hash: hash, incarnation: i, since: now, settled: true, markAt: now,
 		live:  make(map[id.Sequence]*entry),
-		names: make(map[id.Sequence]*entry),
+		grown: make(map[id.Sequence]*entry),
 		ended: make(map[id.Sequence]struct{}),
 	}
 	v.know(1, forgotten)
@@ -68,6 +75,28 @@ func newView(now time.Time, hash id.NodeHash, i id.Incarnation, forgotten id.Seq
 }
 
 func (v *view) life() id.Life { return id.Life{Node: v.node, Incarnation: v.incarnation} }
+
+// named returns the entry of the publication of this name, or nil.
+func (v *view) named(name id.Sequence) *entry {
+	if e := v.live[name]; e != nil && e.name == name {
+		return e
+	}
+	return v.grown[name]
+}
+
+func (v *view) put(e *entry) {
+	v.live[e.sequence] = e
+	if e.name != e.sequence {
+		v.grown[e.name] = e
+	}
+	v.sum ^= wire.Mix(uint64(e.sequence))
+}
+
+func (v *view) take(e *entry) {
+	delete(v.live, e.sequence)
+	delete(v.grown, e.name)
+	v.sum ^= wire.Mix(uint64(e.sequence))
+}
 
 func (v *view) know(first, last id.Sequence) {
 	v.known.add(first, last)

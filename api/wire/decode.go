@@ -7,7 +7,6 @@ import (
 	"github.com/ugorji/go/codec"
 
 	"github.com/kvferry/kvferry/internal/id"
-	"github.com/kvferry/kvferry/internal/page"
 )
 
 // Decode decodes a message whose page lists have at most maxPages pages
@@ -62,6 +61,18 @@ func Decode(b []byte, maxPages int) (Message, error) {
 			return nil, fmt.Errorf("decode bye: %w", err)
 		}
 		return &Bye{Owner: id.NodeHash(r.Owner), Incarnation: id.Incarnation(r.Incarnation), Max: id.Sequence(r.Max)}, nil
+	case kindBeacon:
+		var r beaconRecord
+		if err := unpack(body, &beaconForm, &r); err != nil {
+			return nil, fmt.Errorf("decode beacon: %w", err)
+		}
+		return &Beacon{Owner: id.NodeHash(r.Owner), Incarnation: id.Incarnation(r.Incarnation), Number: r.Number, Modulus: r.Modulus}, nil
+	case kindEcho:
+		var r echoRecord
+		if err := unpack(body, &echoForm, &r); err != nil {
+			return nil, fmt.Errorf("decode echo: %w", err)
+		}
+		return &Echo{From: id.NodeHash(r.From), Owner: id.NodeHash(r.Owner), Incarnation: id.Incarnation(r.Incarnation), Number: r.Number}, nil
 	default:
 		return nil, fmt.Errorf("decode kind %d: %w", kind, ErrVersion)
 	}
@@ -148,34 +159,8 @@ func (r *announcementRecord) announcement(a *Announcement, floor id.Sequence, ma
 		Request: id.RequestHash(r.Request), Seal: r.Seal, ContentEpoch: r.ContentEpoch, TTLMillis: r.TTLMillis,
 		Final: r.Flags&flagFinal != 0, Digest: r.Digest, Pages: r.Pages,
 	}
-	for i := 1; i < len(r.Labels); i++ {
-		if r.Labels[i] <= r.Labels[i-1] {
-			return 0, fmt.Errorf("labels are not ascending: %w", ErrMessage)
-		}
-	}
-	if len(r.Refs) > 0 {
-		a.Refs = make([]Ref, len(r.Refs))
-	}
-	for i := range r.Refs {
-		f := &r.Refs[i]
-		if int(f.Label) >= len(r.Labels) {
-			return 0, fmt.Errorf("stream %d names label %d of %d: %w", i, f.Label, len(r.Labels), ErrMessage)
-		}
-		a.Refs[i] = Ref{
-			Label: id.Label(r.Labels[f.Label]), RankMask: f.RankMask, List: int(f.List),
-			Start: int(f.Start), Tokens: int(f.Tokens), State: f.State,
-		}
-	}
-	if r.Lists != nil {
-		a.Lists = make([][]page.Index, len(r.Lists))
-		for i, l := range r.Lists {
-			if a.Lists[i], err = decodeList(l, maxPages); err != nil {
-				return 0, fmt.Errorf("page list %d: %w", i, err)
-			}
-			maxPages -= len(a.Lists[i])
-		}
-	}
-	if err := a.validate(); err != nil {
+	t := tableRecord{Labels: r.Labels, Refs: r.Refs, Lists: r.Lists}
+	if a.Refs, a.Lists, err = t.table(maxPages); err != nil {
 		return 0, err
 	}
 	if a.Lists != nil {
@@ -186,36 +171,7 @@ func (r *announcementRecord) announcement(a *Announcement, floor id.Sequence, ma
 			return 0, fmt.Errorf("digest %#x of refs and lists, announced %#x: %w", d, a.Digest, ErrMessage)
 		}
 	}
-	return maxPages, nil
-}
-
-// validate is what both sides keep to.
-func (a *Announcement) validate() error {
-	if len(a.Refs) == 0 && a.Lists != nil {
-		return fmt.Errorf("page lists without streams: %w", ErrMessage)
-	}
-	ranks := make(map[id.Label]uint64, 1)
-	for i := range a.Refs {
-		r := &a.Refs[i]
-		if err := r.Label.Validate(); err != nil {
-			return fmt.Errorf("stream %d: %w: %w", i, ErrMessage, err)
-		}
-		seen := ranks[r.Label]
-		switch {
-		case r.RankMask == 0:
-			return fmt.Errorf("stream %d has no rank: %w", i, ErrMessage)
-		case seen&r.RankMask != 0:
-			return fmt.Errorf("label %q has two streams of one rank: %w", string(r.Label), ErrMessage)
-		case r.List < 0 || r.List >= maxLists || a.Lists != nil && r.List >= len(a.Lists):
-			return fmt.Errorf("stream %d names page list %d of %d: %w", i, r.List, len(a.Lists), ErrMessage)
-		case r.Start < 0 || r.Start > r.Tokens || r.Tokens > maxTokens:
-			return fmt.Errorf("stream %d has tokens %d to %d: %w", i, r.Start, r.Tokens, ErrMessage)
-		case r.State > lastState:
-			return fmt.Errorf("stream %d has state %d: %w", i, r.State, ErrMessage)
-		}
-		ranks[r.Label] = seen | r.RankMask
-	}
-	return nil
+	return maxPages - pages(a.Lists), nil
 }
 
 func (r *checkRecord) check() (*Check, error) {

@@ -16,11 +16,13 @@ const (
 	magic   = 0x4B // K
 	version = 1
 
-	kindBatch = 1
-	kindCheck = 2
-	kindNack  = 3
-	kindBye   = 4
-	kindState = 5 // of push/pull, never gossiped
+	kindBatch  = 1
+	kindCheck  = 2
+	kindNack   = 3
+	kindBye    = 4
+	kindState  = 5 // of push/pull, never gossiped
+	kindBeacon = 6
+	kindEcho   = 7
 
 	headBytes = 3
 )
@@ -87,6 +89,20 @@ type (
 		Incarnation uint64
 		Max         uint64
 	}
+	beaconRecord struct {
+		_struct     struct{} `codec:",toarray"`
+		Owner       uint64
+		Incarnation uint64
+		Number      uint64
+		Modulus     uint32
+	}
+	echoRecord struct {
+		_struct     struct{} `codec:",toarray"`
+		From        uint64
+		Owner       uint64
+		Incarnation uint64
+		Number      uint64
+	}
 )
 
 // handle is never changed after this.
@@ -128,6 +144,17 @@ func Append(dst []byte, m Message) ([]byte, error) {
 		})
 	case *Bye:
 		return appendBody(dst, kindBye, &byeRecord{Owner: uint64(m.Owner), Incarnation: uint64(m.Incarnation), Max: uint64(m.Max)})
+	case *Beacon:
+		if m.Number == 0 || m.Modulus == 0 {
+			return nil, fmt.Errorf("encode beacon %d of modulus %d: %w", m.Number, m.Modulus, ErrMessage)
+		}
+		return appendBody(dst, kindBeacon, &beaconRecord{
+			Owner: uint64(m.Owner), Incarnation: uint64(m.Incarnation), Number: m.Number, Modulus: m.Modulus,
+		})
+	case *Echo:
+		return appendBody(dst, kindEcho, &echoRecord{
+			From: uint64(m.From), Owner: uint64(m.Owner), Incarnation: uint64(m.Incarnation), Number: m.Number,
+		})
 	default:
 		return nil, fmt.Errorf("encode %T: %w", m, ErrVersion)
 	}
@@ -158,6 +185,7 @@ func appendBody(dst []byte, kind byte, body any) ([]byte, error) {
 }
 
 func pack(v any) (b []byte, err error) {
+	b = make([]byte, 0, 128) // most are shorter
 	if err := codec.NewEncoderBytes(&b, handle).Encode(v); err != nil {
 		return nil, fmt.Errorf("encode: %w", err)
 	}
@@ -191,45 +219,19 @@ func (a *Announcement) record(floor id.Sequence) (r announcementRecord, err erro
 	switch {
 	case a.Publication <= floor || a.Publication > a.Sequence || uint64(a.Sequence-floor) > math.MaxUint32:
 		return r, fmt.Errorf("publication %d above floor %d: %w", a.Publication, floor, ErrMessage)
-	case len(a.Lists) > maxLists:
-		return r, fmt.Errorf("%d page lists, at most %d: %w", len(a.Lists), maxLists, ErrMessage)
-	case len(a.Refs) > maxRefs:
-		return r, fmt.Errorf("%d streams, at most %d: %w", len(a.Refs), maxRefs, ErrMessage)
+	}
+	t, err := newTableRecord(a.Refs, a.Lists)
+	if err != nil {
+		return r, err
 	}
 	r = announcementRecord{
 		Sequence: uint32(a.Sequence - floor), Publication: uint32(a.Publication - floor),
 		Request: a.Request[:], Seal: a.Seal, ContentEpoch: a.ContentEpoch, TTLMillis: a.TTLMillis,
 		Digest: a.Digest, Pages: a.Pages,
-		Labels: make([]string, 0, 1), Refs: make([]refRecord, len(a.Refs)),
+		Labels: t.Labels, Refs: t.Refs, Lists: t.Lists,
 	}
 	if a.Final {
 		r.Flags |= flagFinal
-	}
-	for i := range a.Refs {
-		if l := string(a.Refs[i].Label); !slices.Contains(r.Labels, l) {
-			r.Labels = append(r.Labels, l)
-		}
-	}
-	slices.Sort(r.Labels)
-	for i := range a.Refs {
-		f := &a.Refs[i]
-		label, _ := slices.BinarySearch(r.Labels, string(f.Label))
-		r.Refs[i] = refRecord{
-			Label: uint8(label), RankMask: f.RankMask, List: uint8(f.List),
-			Start: uint32(f.Start), Tokens: uint32(f.Tokens), State: f.State,
-		}
-	}
-	if len(r.Labels) > id.MaxLabels {
-		return r, fmt.Errorf("%d labels, at most %d: %w", len(r.Labels), id.MaxLabels, ErrMessage)
-	}
-	if err := a.validate(); err != nil {
-		return r, err
-	}
-	if a.Lists != nil {
-		r.Lists = make([][]byte, len(a.Lists))
-		for i, l := range a.Lists {
-			r.Lists[i] = appendList(nil, l)
-		}
 	}
 	return r, nil
 }

@@ -12,7 +12,7 @@ import (
 type form struct {
 	is       shape
 	max      uint64 // number: its value; text and blob: bytes; list: elements
-	min      uint64 // text, blob and list
+	min      uint64 // the same
 	of       []form // list: the one element; record: the fields
 	optional bool   // may be nil
 }
@@ -52,11 +52,13 @@ var (
 		u8,                           // flags
 		u64,                          // digest
 		u32,                          // pages
-		{is: list, max: id.MaxLabels, of: []form{{is: text, min: 1, max: id.MaxLabel}}},
-		{is: list, max: maxRefs, of: []form{refForm}},
-		{is: list, max: maxLists, of: []form{raw}, optional: true},
+		labelsForm, refsForm, listsForm,
 	}}
-	batchForm = form{is: list, max: math.MaxUint32, of: []form{{is: record, of: []form{
+	labelsForm = form{is: list, max: id.MaxLabels, of: []form{{is: text, min: 1, max: id.MaxLabel}}}
+	refsForm   = form{is: list, max: maxRefs, of: []form{refForm}}
+	listsForm  = form{is: list, max: maxLists, of: []form{raw}, optional: true}
+	tableForm  = form{is: record, of: []form{labelsForm, refsForm, listsForm}}
+	batchForm  = form{is: list, max: math.MaxUint32, of: []form{{is: record, of: []form{
 		u64, u64, u64, // owner, incarnation, floor
 		{is: list, max: math.MaxUint32, of: []form{announcementForm}},
 		raw, // releases
@@ -64,6 +66,8 @@ var (
 	checkForm     = form{is: record, of: []form{u64, u64, u64, u64, u64, u32, u64}}
 	nackForm      = form{is: record, of: []form{u64, u64, u64, raw}}
 	byeForm       = form{is: record, of: []form{u64, u64, u64}}
+	beaconForm    = form{is: record, of: []form{u64, u64, {is: number, min: 1, max: math.MaxUint64}, {is: number, min: 1, max: math.MaxUint32}}}
+	echoForm      = form{is: record, of: []form{u64, u64, u64, u64}}
 	stateForm     = form{is: list, max: MaxChecks, of: []form{checkForm}}
 	referenceForm = form{is: record, of: []form{
 		{is: text, min: 1, max: id.MaxNode},

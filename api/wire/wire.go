@@ -44,13 +44,15 @@ const (
 )
 
 // Message is what [Decode] returns and [Append] takes: [Batches], [*Check],
-// [*Nack] or [*Bye].
+// [*Nack], [*Bye], [*Beacon] or [*Echo].
 type Message interface{ isMessage() }
 
 func (Batches) isMessage() {}
 func (*Check) isMessage()  {}
 func (*Nack) isMessage()   {}
 func (*Bye) isMessage()    {}
+func (*Beacon) isMessage() {}
+func (*Echo) isMessage()   {}
 
 // Batches are what several owners' logs say.
 type Batches []Batch
@@ -125,8 +127,33 @@ type Bye struct {
 	Max         id.Sequence
 }
 
-// Mix is the finaliser of splitmix64, with which [Check.Hash] and [Digest] are
-// made.
+// Beacon travels the way of an announcement and says nothing. Some of the
+// members that it reaches answer its owner with an [Echo], which so learns how
+// far gossip gets and how long it takes, by its own clock.
+type Beacon struct {
+	Owner       id.NodeHash
+	Incarnation id.Incarnation
+	Number      uint64 // from 1, growing
+	Modulus     uint32 // from 1: about one member in so many answers
+}
+
+// Asks says whether this member is to answer: if the hash of owner, number, and
+// member, Mix(owner XOR Mix(number XOR Mix(member))), is a multiple of the
+// modulus. So the owner knows whom to expect.
+func (b *Beacon) Asks(member id.NodeHash) bool {
+	return Mix(uint64(b.Owner)^Mix(b.Number^Mix(uint64(member))))%uint64(b.Modulus) == 0
+}
+
+// Echo answers a beacon, to its owner alone.
+type Echo struct {
+	From        id.NodeHash // who answers
+	Owner       id.NodeHash
+	Incarnation id.Incarnation
+	Number      uint64
+}
+
+// Mix is the finaliser of splitmix64, with which [Check.Hash], [Digest] and
+// [Beacon.Asks] are made.
 func Mix(x uint64) uint64 {
 	x ^= x >> 30
 	x *= 0xbf58476d1ce4e5b9

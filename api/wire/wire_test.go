@@ -85,9 +85,11 @@ func messages() map[string]Message {
 			}},
 			{Owner: 1, Incarnation: 2, Floor: 1<<63 + 5},
 		},
-		"check": &Check{Owner: owner, Incarnation: incarnation, Floor: 1200, Max: 1290, Hash: 0x1122334455667788, Live: 20, Version: 2560},
-		"nack":  &Nack{From: 99, Owner: owner, Incarnation: incarnation, Missing: []id.Sequence{1201, 1202, 1203, 1299, 5000}},
-		"bye":   &Bye{Owner: owner, Incarnation: incarnation, Max: 1290},
+		"check":  &Check{Owner: owner, Incarnation: incarnation, Floor: 1200, Max: 1290, Hash: 0x1122334455667788, Live: 20, Version: 2560},
+		"nack":   &Nack{From: 99, Owner: owner, Incarnation: incarnation, Missing: []id.Sequence{1201, 1202, 1203, 1299, 5000}},
+		"bye":    &Bye{Owner: owner, Incarnation: incarnation, Max: 1290},
+		"beacon": &Beacon{Owner: owner, Incarnation: incarnation, Number: 360, Modulus: 62},
+		"echo":   &Echo{From: 99, Owner: owner, Incarnation: incarnation, Number: 360},
 	}
 }
 
@@ -213,7 +215,7 @@ func TestRoundTrip(t *testing.T) {
 func anyMessage() *rapid.Generator[Message] {
 	return rapid.Custom(func(t *rapid.T) Message {
 		o, i := id.NodeHash(rapid.Uint64().Draw(t, "owner")), id.Incarnation(rapid.Uint64().Draw(t, "incarnation"))
-		switch rapid.IntRange(0, 9).Draw(t, "kind") {
+		switch rapid.IntRange(0, 11).Draw(t, "kind") {
 		case 0:
 			floor := rapid.Uint64Max(1<<62).Draw(t, "floor")
 			live := rapid.Uint32().Draw(t, "live")
@@ -225,6 +227,10 @@ func anyMessage() *rapid.Generator[Message] {
 			return &Nack{From: 3, Owner: o, Incarnation: i, Missing: ascending(t, 0, 1, MaxMissing)}
 		case 2:
 			return &Bye{Owner: o, Incarnation: i, Max: id.Sequence(rapid.Uint64().Draw(t, "max"))}
+		case 3:
+			return &Beacon{Owner: o, Incarnation: i, Number: rapid.Uint64Min(1).Draw(t, "number"), Modulus: rapid.Uint32Min(1).Draw(t, "modulus")}
+		case 4:
+			return &Echo{From: 3, Owner: o, Incarnation: i, Number: rapid.Uint64().Draw(t, "number")}
 		}
 		var batches Batches
 		for range rapid.IntRange(0, 3).Draw(t, "batches") {
@@ -397,6 +403,8 @@ func TestEncodeRefuses(t *testing.T) {
 		"long nack":                    &Nack{Missing: make([]id.Sequence, MaxMissing+1)},
 		"nack not ascending":           &Nack{Missing: []id.Sequence{2, 1}},
 		"nack of sequence 0":           &Nack{Missing: []id.Sequence{0}},
+		"beacon 0":                     &Beacon{Modulus: 1},
+		"beacon of modulus 0":          &Beacon{Number: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if b, err := Encode(m); !errors.Is(err, ErrMessage) {
@@ -495,6 +503,11 @@ func TestDecodeRefuses(t *testing.T) {
 		"nack of many":               packed(t, kindNack, &nackRecord{Missing: []byte{1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1}}),
 		"nack gap 0":                 packed(t, kindNack, &nackRecord{Missing: []byte{0, 0}}),
 		"nack cut":                   packed(t, kindNack, &nackRecord{Missing: []byte{1}}),
+		"beacon 0":                   packed(t, kindBeacon, &beaconRecord{Modulus: 1}),
+		"beacon of modulus 0":        packed(t, kindBeacon, &beaconRecord{Number: 1}),
+		"beacon of modulus 2^32":     {magic, version, kindBeacon, 0x94, 1, 2, 3, 0xcf, 0, 0, 0, 1, 0, 0, 0, 0},
+		"beacon cut":                 {magic, version, kindBeacon, 0x93, 1, 2, 3},
+		"echo cut":                   {magic, version, kindEcho, 0x93, 1, 2, 3},
 		"nack overflow":              packed(t, kindNack, &nackRecord{Missing: []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 1}}),
 	}
 	for name, change := range announcementCases {
@@ -558,9 +571,11 @@ func TestNewFieldsAreSkipped(t *testing.T) {
 		t.Errorf("decoded %+v", got)
 	}
 	for name, b := range map[string][]byte{
-		"check": {magic, version, kindCheck, 0x98, 1, 2, 3, 4, 5, 1, 7, 0xc2},
-		"nack":  {magic, version, kindNack, 0x95, 1, 2, 3, 0xc4, 2, 1, 0, 0xe0},
-		"bye":   {magic, version, kindBye, 0x95, 1, 2, 3, 0xde, 0, 1, 4, 0x80, 0xc4, 1, 0},
+		"check":  {magic, version, kindCheck, 0x98, 1, 2, 3, 4, 5, 1, 7, 0xc2},
+		"nack":   {magic, version, kindNack, 0x95, 1, 2, 3, 0xc4, 2, 1, 0, 0xe0},
+		"bye":    {magic, version, kindBye, 0x95, 1, 2, 3, 0xde, 0, 1, 4, 0x80, 0xc4, 1, 0},
+		"beacon": {magic, version, kindBeacon, 0x95, 1, 2, 3, 4, 0xc0},
+		"echo":   {magic, version, kindEcho, 0x95, 1, 2, 3, 4, 0x91, 5},
 	} {
 		if _, err := Decode(b, MaxPages); err != nil {
 			t.Errorf("%s: %v", name, err)
