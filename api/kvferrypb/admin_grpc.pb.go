@@ -55,8 +55,9 @@ type AdminClient interface {
 	// Join calls further seeds, and returns when one of them lists this node.
 	Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error)
 	// Keyring shows or changes the gossip keys of all members. A change returns
-	// when every member has it; FAILED_PRECONDITION names those that stand in
-	// its way, and nothing was changed.
+	// when every member has it. FAILED_PRECONDITION names those that stand in its
+	// way, and says if the change has begun: then it is to be repeated. Else
+	// nothing was changed.
 	Keyring(ctx context.Context, in *KeyringRequest, opts ...grpc.CallOption) (*KeyringResponse, error)
 	// Configuration is what this node runs with, defaults filled in, secrets left out.
 	Configuration(ctx context.Context, in *ConfigurationRequest, opts ...grpc.CallOption) (*ConfigurationResponse, error)
@@ -221,8 +222,9 @@ type AdminServer interface {
 	// Join calls further seeds, and returns when one of them lists this node.
 	Join(context.Context, *JoinRequest) (*JoinResponse, error)
 	// Keyring shows or changes the gossip keys of all members. A change returns
-	// when every member has it; FAILED_PRECONDITION names those that stand in
-	// its way, and nothing was changed.
+	// when every member has it. FAILED_PRECONDITION names those that stand in its
+	// way, and says if the change has begun: then it is to be repeated. Else
+	// nothing was changed.
 	Keyring(context.Context, *KeyringRequest) (*KeyringResponse, error)
 	// Configuration is what this node runs with, defaults filled in, secrets left out.
 	Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error)

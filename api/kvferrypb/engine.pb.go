@@ -151,6 +151,8 @@ const (
 	Failure_NO_SESSION         Failure_Code = 16
 	Failure_DRAINING           Failure_Code = 17
 	Failure_INTERNAL           Failure_Code = 18
+	Failure_REFUSED            Failure_Code = 19 // who calls is not who it says, or is not let in
+	Failure_BLOCKED            Failure_Code = 20 // other members stand in the way: the message names them
 )
 
 // Enum value maps for Failure_Code.
@@ -175,6 +177,8 @@ var (
 		16: "NO_SESSION",
 		17: "DRAINING",
 		18: "INTERNAL",
+		19: "REFUSED",
+		20: "BLOCKED",
 	}
 	Failure_Code_value = map[string]int32{
 		"UNSPECIFIED":        0,
@@ -196,6 +200,8 @@ var (
 		"NO_SESSION":         16,
 		"DRAINING":           17,
 		"INTERNAL":           18,
+		"REFUSED":            19,
+		"BLOCKED":            20,
 	}
 )
 
@@ -2942,7 +2948,7 @@ const file_engine_proto_rawDesc = "" +
 	"\tRETRIEVED\x10\x03\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x04\x12\b\n" +
-	"\x04PEER\x10\x05\"\xa7\x06\n" +
+	"\x04PEER\x10\x05\"\xc1\x06\n" +
 	"\aFailure\x12,\n" +
 	"\x04code\x18\x01 \x01(\x0e2\x18.kvferry.v1.Failure.CodeR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x18\n" +
@@ -2965,7 +2971,7 @@ const file_engine_proto_rawDesc = "" +
 	"Difference\x12\x14\n" +
 	"\x05field\x18\x01 \x01(\tR\x05field\x12\x12\n" +
 	"\x04ours\x18\x02 \x01(\tR\x04ours\x12\x16\n" +
-	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xa5\x02\n" +
+	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xbf\x02\n" +
 	"\x04Code\x12\x0f\n" +
 	"\vUNSPECIFIED\x10\x00\x12\r\n" +
 	"\tNOT_FOUND\x10\x01\x12\t\n" +
@@ -2988,7 +2994,9 @@ const file_engine_proto_rawDesc = "" +
 	"\n" +
 	"NO_SESSION\x10\x10\x12\f\n" +
 	"\bDRAINING\x10\x11\x12\f\n" +
-	"\bINTERNAL\x10\x12*0\n" +
+	"\bINTERNAL\x10\x12\x12\v\n" +
+	"\aREFUSED\x10\x13\x12\v\n" +
+	"\aBLOCKED\x10\x14*0\n" +
 	"\tReadiness\x12\v\n" +
 	"\aWAITING\x10\x00\x12\v\n" +
 	"\aREADING\x10\x01\x12\t\n" +

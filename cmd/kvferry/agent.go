@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -16,9 +15,6 @@ import (
 	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/internal/node"
 )
-
-// drainTimeout bounds what a node does between SIGTERM and its end.
-const drainTimeout = 10 * time.Second
 
 func newAgent() *cobra.Command {
 	var file string
@@ -76,10 +72,8 @@ func serve(cmd *cobra.Command, conf *config.Config, logger *slog.Logger) error {
 			err = n.Err()
 		}
 	}
-	// The signal has ended ctx; what follows has a deadline of its own.
-	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTimeout)
-	defer cancel()
-	if closeErr := n.Close(drain); err == nil {
+	// The signal has ended ctx; what follows is bounded by timers.drain.
+	if closeErr := n.Close(context.WithoutCancel(ctx)); err == nil {
 		err = closeErr
 	}
 	return err

@@ -115,6 +115,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 node not reachable, 4 verification fail
 	root.AddGroup(
 		&cobra.Group{ID: "run", Title: "Run:"},
 		&cobra.Group{ID: "look", Title: "Look:"},
+		&cobra.Group{ID: "operate", Title: "Operate:"},
 		&cobra.Group{ID: "hand", Title: "By hand:"},
 	)
 	add := func(group string, commands ...*cobra.Command) {
@@ -125,8 +126,9 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 node not reachable, 4 verification fail
 	}
 	add("run", newAgent(), newLocal(t), newReplay(t), newBench(t))
 	add("look", newStatus(t), newMembers(t), newPeers(t), newPublications(t), newRetrievals(t), newArena(t))
+	add("operate", newDrain(t), newLeave(t), newJoin(t), newKeyring(t), newCompat(t))
 	add("hand", newPublish(t), newRetrieve(t), newRelease(t), newRevoke(t))
-	root.AddCommand(newConfig(), newVersion())
+	root.AddCommand(newConfig(t), newVersion())
 	return root
 }
 

@@ -16,9 +16,9 @@ func newMembers(t *target) *cobra.Command {
 			return a.Members(ctx, &kvferrypb.MembersRequest{})
 		},
 		show: func(w io.Writer, m *kvferrypb.MembersResponse) {
-			rows := newTable(w, "node", "incarnation", "role", "group", "gossip", "peer", "compatible", "self")
+			rows := newTable(w, "node", "incarnation", "role", "group", "gossip", "peer", "compatible", "draining", "self")
 			for _, i := range m.GetItems() {
-				rows.AppendRow([]any{i.GetNode(), i.GetIncarnation(), i.GetRole(), i.GetGroup(), i.GetGossip(), i.GetPeer(), i.GetCompatible(), i.GetSelf()})
+				rows.AppendRow([]any{i.GetNode(), i.GetIncarnation(), i.GetRole(), i.GetGroup(), i.GetGossip(), i.GetPeer(), i.GetCompatible(), i.GetDraining(), i.GetSelf()})
 			}
 			rows.Render()
 		},

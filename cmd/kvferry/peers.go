@@ -17,15 +17,20 @@ func newPeers(t *target) *cobra.Command {
 			return a.Peers(ctx, &kvferrypb.PeersRequest{})
 		},
 		show: func(w io.Writer, m *kvferrypb.PeersResponse) {
-			rows := newTable(w, "node", "incarnation", "address", "state", "transport", "refused", "last error")
+			rows := newTable(w, "node", "incarnation", "address", "state", "transport", "refused", "last error", "geometry")
 			for _, i := range m.GetItems() {
 				refused := make([]string, 0, len(i.GetRefused()))
 				for _, r := range i.GetRefused() {
 					refused = append(refused, r.GetTransport()+": "+r.GetReason())
 				}
+				geometry := "-" // until it has said it
+				if g := i.GetGeometry(); g != nil {
+					geometry = formatModel(g) + ": " + formatGeometry(g)
+				}
 				rows.AppendRow([]any{
 					i.GetNode(), i.GetIncarnation(), i.GetAddress(), i.GetState(), orDash(i.GetTransport()),
 					orDash(strings.Join(refused, "; ")), orDash(i.GetLastError()),
+					geometry,
 				})
 			}
 			rows.Render()

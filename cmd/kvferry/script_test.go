@@ -38,7 +38,7 @@ func TestScripts(t *testing.T) {
 		Dir:                 "testdata/script",
 		RequireExplicitExec: true,
 		RequireUniqueNames:  true,
-		Deadline:            time.Now().Add(2 * time.Minute),
+		Deadline:            time.Now().Add(4 * time.Minute), // of all, on a machine that is busy
 		Setup: func(env *testscript.Env) error {
 			// A short path: sockets lie below it.
 			run, err := os.MkdirTemp("", "kvf")

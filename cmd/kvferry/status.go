@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -34,13 +35,15 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 	add("group", s.GetGroup())
 	add("version", s.GetVersion())
 	add("uptime", formatDuration(s.GetUptime()))
-	ready := "yes"
+	ready := yesNo(s.GetReady())
 	if !s.GetReady() {
-		ready = "no: " + strings.Join(s.GetNotReady(), "; ")
+		ready += ": " + strings.Join(s.GetNotReady(), "; ")
 	}
 	add("ready", ready)
+	add("draining", yesNo(s.GetDraining()))
+	add("security", cmp.Or(s.GetSecurity(), "none: whoever reaches the ports is trusted"))
 	g := s.GetGeometry()
-	add("model", strings.TrimSpace(g.GetModel()+" "+g.GetRevision()))
+	add("model", formatModel(g))
 	add("geometry", formatGeometry(g))
 	add("ranks", fmt.Sprintf("%d of %d", s.GetRanks(), g.GetWorldSize()))
 	for _, a := range s.GetAddresses() {
@@ -64,6 +67,10 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 	rows.Render()
 }
 
+func formatModel(g *kvferrypb.Geometry) string {
+	return strings.TrimSpace(g.GetModel() + " " + g.GetRevision())
+}
+
 func formatGeometry(g *kvferrypb.Geometry) string {
 	return fmt.Sprintf("%s %s, %d layers, %d KV heads of %d, %d tokens a page", g.GetDtype(), g.GetOrder(), g.GetLayers(), g.GetHeads(), g.GetHeadDim(), g.GetPageSize())
 }
@@ -71,4 +78,11 @@ func formatGeometry(g *kvferrypb.Geometry) string {
 func formatPages(p *kvferrypb.PageCounts) string {
 	return fmt.Sprintf("%d: %d free, %d owned, %d limbo, %d quarantine, %d sink; %d published",
 		p.GetTotal(), p.GetFree(), p.GetOwned(), p.GetLimbo(), p.GetQuarantine(), p.GetSink(), p.GetPublished())
+}
+
+func yesNo(b bool) string {
+	if b {
+		return "yes"
+	}
+	return "no"
 }

@@ -10,12 +10,16 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvferry/kvferry/api/client"
+	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/localcluster"
 )
 
 // callTimeout bounds every call to a daemon that does not wait for others.
 const callTimeout = 10 * time.Second
+
+// completeTimeout bounds what a person waits for after the tabulator.
+const completeTimeout = time.Second
 
 // target is the node that a command talks to, by the flags of all commands.
 type target struct {
@@ -79,6 +83,36 @@ func (t *target) dial() (*client.Client, error) {
 		return nil, err
 	}
 	return client.Dial(path)
+}
+
+// nameOf asks a node for its name, as a terminal may get it.
+func nameOf(ctx context.Context, c *client.Client) (string, error) {
+	ctx, cancel := soon(ctx)
+	defer cancel()
+	s, err := c.Admin().Status(ctx, &kvferrypb.StatusRequest{})
+	return printable(s.GetNode()), err
+}
+
+// completeFrom offers what a node says to the shell; one that says nothing at
+// once offers nothing.
+func (t *target) completeFrom(ctx context.Context, ask func(context.Context, kvferrypb.AdminClient) []cobra.Completion) []cobra.Completion {
+	c, err := t.dial()
+	if err != nil {
+		return nil
+	}
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(ctx, completeTimeout)
+	defer cancel()
+	return ask(ctx, c.Admin())
+}
+
+// late is a call's error; where the node is at work and had no answer by the
+// deadline, it is what that means.
+func late(err, meaning error) error {
+	if errors.Is(err, context.DeadlineExceeded) && client.CodeOf(err) == kvferrypb.Failure_UNSPECIFIED && !errors.Is(err, client.ErrUnreachable) {
+		return meaning
+	}
+	return err
 }
 
 // soon is ctx with the deadline of one call.

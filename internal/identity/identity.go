@@ -121,6 +121,12 @@ func (i *Identity) Err() error {
 // Expires is when the certificate in use ends.
 func (i *Identity) Expires() time.Time { return i.now().certificate.Leaf.NotAfter }
 
+// Lasts is how long the certificate in use is valid from beginning to end.
+func (i *Identity) Lasts() time.Duration {
+	leaf := i.now().certificate.Leaf
+	return leaf.NotAfter.Sub(leaf.NotBefore)
+}
+
 // Server is the configuration of a port of the protocol: any allowed peer.
 func (i *Identity) Server(protocol string) *tls.Config {
 	return &tls.Config{

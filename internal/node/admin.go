@@ -38,6 +38,7 @@ func (a adminService) Status(context.Context, *kvferrypb.StatusRequest) (*kvferr
 		Requests: uint32(c.Requests), Sessions: uint32(n.sessions.count()), Publications: uint32(c.Publications), Retrievals: uint32(c.Retrievals),
 		Members:    uint32(len(n.cluster.Members())),
 		Transports: n.transportStatus(),
+		Draining:   n.isDraining(), Security: n.security(),
 	}
 	for _, r := range n.ranks {
 		res.Ranks = append(res.Ranks, uint32(r))
@@ -67,7 +68,7 @@ func (a adminService) Members(context.Context, *kvferrypb.MembersRequest) (*kvfe
 		res.Items = append(res.Items, &kvferrypb.Member{
 			Node: string(m.Life.Node), Incarnation: uint64(m.Life.Incarnation), Role: m.Meta.Role, Group: string(m.Meta.Group),
 			Gossip: m.Gossip.String(), Peer: m.Meta.Peer.String(), Self: m.Self,
-			Compatible: m.Meta.Fingerprint == a.node.geometry.Fingerprint(),
+			Compatible: m.Meta.Fingerprint == a.node.geometry.Fingerprint(), Draining: m.Meta.Draining,
 		})
 	}
 	return res, nil
@@ -90,7 +91,7 @@ func (a adminService) Publications(_ context.Context, req *kvferrypb.Publication
 		i := publicationItem(p.name, p.sequence, p.value)
 		hash := p.value.Request.Hash()
 		i.RequestHash = hex.EncodeToString(hash[:])
-		reference, err := p.reference(n.keys)
+		reference, err := p.reference(n.keyring.current())
 		if err != nil {
 			return nil, err
 		}
@@ -182,8 +183,12 @@ func (a adminService) Peers(context.Context, *kvferrypb.PeersRequest) (*kvferryp
 	slices.SortFunc(all, func(x, y *peer) int { return cmp.Compare(x.life.Node, y.life.Node) })
 	for _, p := range all {
 		state, transport, refused, err := p.state()
+		h, known := p.said()
 		i := &kvferrypb.PeerItem{
 			Node: string(p.life.Node), Incarnation: uint64(p.life.Incarnation), Address: p.member.Meta.Peer.String(), State: state, Transport: transport,
+		}
+		if known {
+			i.Geometry = kvferrypb.FromGeometry(h.geometry)
 		}
 		for _, r := range refused {
 			i.Refused = append(i.Refused, &kvferrypb.PeerItem_Refusal{Transport: r.Transport, Reason: r.Reason})
@@ -197,10 +202,10 @@ func (a adminService) Peers(context.Context, *kvferrypb.PeersRequest) (*kvferryp
 }
 
 func (a adminService) Revoke(_ context.Context, req *kvferrypb.RevokeRequest) (*kvferrypb.RevokeResponse, error) {
-	ends, out, err := a.node.owner.revoke(time.Now(), id.Sequence(req.GetPublication()))
+	ends, err := a.node.owner.revoke(time.Now(), id.Sequence(req.GetPublication()))
 	if err != nil {
 		return nil, fmt.Errorf("revoke publication %d: %w", req.GetPublication(), err)
 	}
-	a.node.announceEnds(ends, out)
+	a.node.announceEnds(ends)
 	return &kvferrypb.RevokeResponse{}, nil
 }

@@ -15,6 +15,8 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
+	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/publish"
 	"github.com/kvferry/kvferry/transfer"
@@ -41,7 +43,7 @@ type query struct {
 	reference *wire.Reference // nil: whoever published the request
 	minTokens int
 	wait      time.Duration // 0: look once
-	meet      time.Time     // until then an owner may be unknown: its reference can be faster than gossip
+	meet      time.Time     // until then the owner may be unknown: its reference can be faster than gossip
 }
 
 // answer is what it gets.
@@ -57,7 +59,7 @@ type sight struct {
 	answer
 	follow  *follow         // nil: nothing is followed
 	changed <-chan struct{} // closed when the follow has changed; nil without one
-	unknown error           // the owner is not known (yet)
+	missing error           // why nobody offers it now; another member may change that
 }
 
 // follow is the reader's side of one publication that a request is brought in
@@ -79,6 +81,7 @@ type follow struct {
 	err       error           // how it failed, until it is reported
 	refused   string          // why the owner gives no lease
 	leased    bool            // the lease was asked for
+	until     time.Time       // it was granted; zero: it was not
 	over      bool            // the lease was ended by us
 	landed    *manager.Source // all of it has landed: what it was
 	transport string
@@ -176,17 +179,6 @@ func (fs *follows) active() []*follow {
 		}
 	}
 	return active
-}
-
-// running is how many reads run.
-func (fs *follows) running() int {
-	count := 0
-	for _, f := range fs.active() {
-		if f.reading() != nil {
-			count++
-		}
-	}
-	return count
 }
 
 // accept makes a follow of the publication, unless the request follows one
@@ -319,6 +311,16 @@ func (f *follow) abandon(outcome kvferrypb.CompleteItem_Outcome) {
 	f.acknowledge(outcome)
 }
 
+// granted notes until when the owner has granted the lease, and says how much of
+// the time before was left; not ok: it is the first.
+func (f *follow) granted(now, until time.Time) (slack time.Duration, ok bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	slack, ok = f.until.Sub(now), !f.until.IsZero()
+	f.until = until
+	return slack, ok
+}
+
 // refuse notes that the owner gives no lease. A read that runs goes on: its
 // seal decides. One that waits must not wait for ever.
 func (f *follow) refuse(why string) {
@@ -403,13 +405,13 @@ func (n *Node) retrieve(ctx context.Context, s *session, q query) (answer, error
 	for {
 		// Watched before it is looked at, so that no change is missed.
 		board, unwatch := n.board.Watch(q.request)
-		met := n.peers.watch()
+		members := n.peers.watch()
 		seen, err := n.look(ctx, s, q)
 		if err != nil || seen.readiness == manager.Ready || q.wait <= 0 {
 			unwatch()
 			return seen.answer, err
 		}
-		err = n.await(ctx, q, seen, board, met)
+		err = n.await(ctx, q, seen, board, members)
 		unwatch()
 		if err != nil {
 			return seen.answer, err
@@ -418,16 +420,17 @@ func (n *Node) retrieve(ctx context.Context, s *session, q query) (answer, error
 }
 
 // await returns when it is worth to look again, or the error of one that is not.
-func (n *Node) await(ctx context.Context, q query, seen sight, board, met <-chan struct{}) error {
+func (n *Node) await(ctx context.Context, q query, seen sight, board, members <-chan struct{}) error {
 	var draining <-chan struct{}
 	if seen.follow == nil { // nothing has begun
-		draining = n.draining
+		draining = n.leaving.begun
 	}
-	if seen.unknown == nil {
-		met = nil
-	} else {
+	if seen.missing == nil {
+		members = nil
+	}
+	if errors.Is(seen.missing, errUnknownNode) {
 		var cancel context.CancelFunc
-		ctx, cancel = context.WithDeadlineCause(ctx, q.meet, seen.unknown)
+		ctx, cancel = context.WithDeadlineCause(ctx, q.meet, errTooLate)
 		defer cancel()
 	}
 	select {
@@ -435,7 +438,7 @@ func (n *Node) await(ctx context.Context, q query, seen sight, board, met <-chan
 		return nil
 	case <-seen.changed:
 		return nil
-	case <-met:
+	case <-members:
 		return nil
 	case <-draining:
 		return fmt.Errorf("retrieve %q: %w", q.request, errDraining)
@@ -455,10 +458,13 @@ func (n *Node) meetTime() time.Duration {
 
 // tooLate says what was waited for in vain.
 func (n *Node) tooLate(cause error, q query, seen sight) error {
+	unmet, isUnmet := errors.AsType[*unmetError](seen.missing)
 	switch {
 	case seen.follow != nil:
-	case seen.unknown != nil && (errors.Is(cause, errTooLate) || errors.Is(cause, errUnknownNode)):
-		return seen.unknown
+	case isUnmet:
+		return &retrieveError{request: q.request, source: unmet.source, err: unmet.peer.unanswered(cause)}
+	case seen.missing != nil && errors.Is(cause, errTooLate):
+		return seen.missing
 	case errors.Is(cause, errTooLate):
 		return fmt.Errorf("retrieve %q: waited %v: %w", q.request, q.wait, errNobody)
 	default:
@@ -501,9 +507,11 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 			}
 		}
 	}
-	e, source, err := n.source(ctx, q, f)
-	switch {
-	case err != nil && f != nil:
+	if f == nil {
+		return n.choose(ctx, s, q)
+	}
+	e, source, err := n.fetch(ctx, q, f.source)
+	if err != nil {
 		if f.allLanded() != nil || f.reading() != nil { // meanwhile, by another call
 			return n.look(ctx, s, q)
 		}
@@ -512,35 +520,108 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		}
 		n.finish(f, kvferrypb.CompleteItem_FAILED)
 		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
-	case errors.Is(err, errUnknownNode) && time.Now().Before(q.meet):
-		return sight{unknown: err}, nil
-	case err != nil:
-		return sight{}, err
-	case source == nil || source.Name.Owner == n.life: // nobody has published it, or there is nothing to bring in
-		out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
-		switch {
-		case err != nil && source != nil:
-			return sight{}, &retrieveError{request: q.request, source: source.Name, err: err}
-		case err != nil:
-			return sight{}, err
-		case source == nil:
-			return sight{}, nil
-		default:
-			return sight{answer: answer{readiness: out.Readiness, source: source.Name}}, nil
-		}
 	}
-	made := false
-	if f == nil {
+	return n.admit(q, f, changed, false, e, source)
+}
+
+// maxCandidates bounds the publications that one look tries.
+const maxCandidates = 16
+
+// choose finds a publication to follow: the one that the reference names, or the
+// first that can be brought in of all that are offered of the request.
+func (n *Node) choose(ctx context.Context, s *session, q query) (sight, error) {
+	candidates := n.candidates(q)
+	if len(candidates) == 0 {
+		if _, err := n.manager.AdmitRetrieve(q.request, q.at, nil, q.minTokens); err != nil {
+			return sight{}, err
+		}
 		if n.isDraining() {
 			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, errDraining)
 		}
-		if f, changed, made, err = n.accept(ctx, s, q.request, source.Name, e.Seal); err != nil {
-			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, err)
+		return sight{}, nil
+	}
+	var failed error // of the best candidate
+	var unmet *unmetError
+	for _, name := range candidates {
+		seen, next, err := n.try(ctx, s, q, name)
+		if !next {
+			return seen, err
 		}
-		if f.source != source.Name { // another call was faster, with another one
-			return n.look(ctx, s, q)
+		if u, ok := errors.AsType[*unmetError](err); ok {
+			unmet = cmp.Or(unmet, u)
+		} else if failed == nil {
+			failed = err
+		}
+		if ctx.Err() != nil {
+			break
 		}
 	}
+	if unmet != nil {
+		err := unmet.peer.failure()
+		if q.wait > 0 || err == nil { // whoever polls comes back
+			return sight{missing: unmet}, nil
+		}
+		failed = cmp.Or(failed, error(&retrieveError{request: q.request, source: unmet.source, err: unmet.peer.unreachable(err)}))
+	}
+	switch {
+	case errors.Is(failed, errUnknownNode) && time.Now().Before(q.meet):
+		return sight{missing: failed}, nil
+	case q.reference == nil && isUnfit(failed) && n.peers.anyAlike():
+		return sight{missing: failed}, nil // who fits may publish it yet
+	default:
+		return sight{}, failed
+	}
+}
+
+// try begins to follow a publication. If it cannot be, next says whether
+// another one might, and err why not this one.
+func (n *Node) try(ctx context.Context, s *session, q query, name id.Publication) (_ sight, next bool, err error) {
+	if name.Owner == n.life {
+		return n.ownPublication(q, name)
+	}
+	if n.isDraining() {
+		return sight{}, false, fmt.Errorf("retrieve %q: %w", q.request, errDraining)
+	}
+	e, source, err := n.fetch(ctx, q, name)
+	if err == nil && q.reference == nil {
+		err = n.covers(source)
+	}
+	if err != nil {
+		return sight{}, true, &retrieveError{request: q.request, source: name, err: err}
+	}
+	f, changed, made, err := n.accept(ctx, s, q.request, source.Name, e.Seal)
+	if err != nil {
+		return sight{}, false, fmt.Errorf("retrieve %q: %w", q.request, err)
+	}
+	if f.source != source.Name { // another call was faster, with another one
+		seen, err := n.look(ctx, s, q)
+		return seen, false, err
+	}
+	seen, err := n.admit(q, f, changed, made, e, source)
+	return seen, made && isUnfit(err), err
+}
+
+// isUnfit says that the failure is of one owner's publication, and not ours.
+func isUnfit(err error) bool {
+	return errors.Is(err, manager.ErrIncompatible) || errors.Is(err, manager.ErrMalformed)
+}
+
+// ownPublication answers for one of ours: there is nothing to bring in.
+func (n *Node) ownPublication(q query, name id.Publication) (_ sight, next bool, err error) {
+	p, err := n.owner.own(name.Sequence, q.reference)
+	var out manager.Outcome
+	if err == nil {
+		out, err = n.manager.AdmitRetrieve(q.request, q.at, &manager.Source{Name: name, Geometry: n.geometry, Publication: p.value}, q.minTokens)
+	}
+	if err != nil {
+		return sight{}, true, &retrieveError{request: q.request, source: name, err: err}
+	}
+	return sight{answer: answer{readiness: out.Readiness, source: name}}, false, nil
+}
+
+// admit asks the manager what is to be brought in of a publication that is
+// followed, and starts that. made: the follow was made for it.
+func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, e publish.Entry, source *manager.Source) (sight, error) {
 	out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
 	switch {
 	case err != nil:
@@ -583,64 +664,70 @@ func (f *follow) answer(r manager.Readiness) answer {
 	return answer{readiness: r, source: f.source, transport: f.transport, bytes: f.bytes}
 }
 
-// source finds the publication that the query means, with its pages and its
-// owner's geometry. No source and no error: not published yet.
-func (n *Node) source(ctx context.Context, q query, f *follow) (publish.Entry, *manager.Source, error) {
-	name := n.named(q, f)
-	if name.Sequence == 0 {
-		return publish.Entry{}, nil, nil
+// candidates are the publications that the query may mean, those that most
+// likely can be brought in first: of owners that hold the same kind of KV, of
+// these the ones that have said hello, of these the one heard of last.
+func (n *Node) candidates(q query) []id.Publication {
+	if q.reference != nil {
+		return []id.Publication{q.reference.Publication}
 	}
-	if name.Owner == n.life {
-		p, err := n.owner.own(name.Sequence, q.reference)
-		if err != nil {
-			return publish.Entry{}, nil, &retrieveError{request: q.request, source: name, err: err}
-		}
-		return publish.Entry{}, &manager.Source{Name: name, Geometry: n.geometry, Publication: p.value}, nil
+	now := time.Now()
+	var names []id.Publication
+	for _, e := range n.board.ByRequest(now, q.request) {
+		names = append(names, e.Name)
 	}
-	e, source, err := n.fetch(ctx, q, name)
-	if err != nil {
-		return publish.Entry{}, nil, &retrieveError{request: q.request, source: name, err: err}
+	order := make(map[id.Life]int, len(names))
+	for _, name := range names {
+		order[name.Owner] = n.peers.unlikely(name.Owner)
 	}
-	return e, source, nil
+	slices.SortStableFunc(names, func(a, b id.Publication) int { return cmp.Compare(order[a.Owner], order[b.Owner]) })
+	names = names[:min(len(names), maxCandidates)]
+	// Our own is the last choice: there is nothing to bring in from it.
+	if _, own, err := n.plog.Find(now, 0, q.request); err == nil {
+		names = append(names, own)
+	}
+	return names
 }
 
-// named is the publication that the query means; zero: none is known.
-func (n *Node) named(q query, f *follow) id.Publication {
-	now := time.Now()
-	switch {
-	case f != nil:
-		return f.source
-	case q.reference != nil:
-		return q.reference.Publication
+// covers refuses a publication of other ranks of its engine than ours: it will
+// never hold what we need, and another node's does.
+func (n *Node) covers(s *manager.Source) error {
+	var theirs []id.Rank
+	for _, st := range s.Publication.Streams {
+		theirs = append(theirs, st.Ranks...)
 	}
-	// Our own is the last choice: there is nothing to bring in from it.
-	if all := n.board.ByRequest(now, q.request); len(all) > 0 {
-		return all[0].Name
+	if len(theirs) == 0 {
+		return nil
 	}
-	_, own, err := n.plog.Find(now, 0, q.request)
-	if err != nil {
-		return id.Publication{}
+	for _, r := range n.ranks {
+		if !slices.Contains(theirs, r) {
+			slices.Sort(theirs)
+			return &manager.IncompatibleError{Fields: []page.Difference{{
+				Field: "ranks", Ours: fmt.Sprint(n.ranks), Theirs: fmt.Sprint(slices.Compact(theirs)),
+			}}}
+		}
 	}
-	return own
+	return nil
 }
+
+// unmetError: the owner is a member, and has not said hello yet.
+type unmetError struct {
+	source id.Publication
+	peer   *peer
+}
+
+func (e *unmetError) Error() string { return e.peer.life.String() + " has not said hello yet" }
 
 // fetch brings what the owner has said of a publication, and asks it if that is
-// not enough. It waits for a peer that has not answered yet only if the query
-// does.
+// not enough.
 func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish.Entry, *manager.Source, error) {
 	p, err := n.peers.owner(name.Owner)
 	if err != nil {
 		return publish.Entry{}, nil, err
 	}
-	if q.wait <= 0 && !p.isKnown() { // whoever polls comes back
-		if err := p.failure(); err != nil {
-			return publish.Entry{}, nil, p.unreachable(err)
-		}
-		return publish.Entry{}, nil, nil
-	}
-	h, err := p.known(ctx)
-	if err != nil {
-		return publish.Entry{}, nil, err
+	h, ok := p.said()
+	if !ok {
+		return publish.Entry{}, nil, &unmetError{name, p}
 	}
 	e, err := n.board.ByName(time.Now(), name)
 	if err != nil || !e.HasTable {
@@ -744,7 +831,7 @@ func (n *Node) pull(ctx context.Context, f *follow, run *reading, seal uint32, s
 
 // mayHelp says whether another attempt can end otherwise.
 func mayHelp(err error) bool {
-	for _, final := range []error{transfer.ErrStale, transfer.ErrIdentity, transfer.ErrRange, errOwnerLost} {
+	for _, final := range []error{transfer.ErrStale, transfer.ErrIdentity, identity.ErrRefused, transfer.ErrRange, errOwnerLost} {
 		if errors.Is(err, final) {
 			return false
 		}

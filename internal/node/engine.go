@@ -142,6 +142,9 @@ func (e engineService) Ingest(ctx context.Context, req *kvferrypb.IngestRequest)
 	if err := r.Validate(); err != nil {
 		return nil, err
 	}
+	if e.node.isDraining() && e.node.sessions.own(s, r) != nil {
+		return nil, fmt.Errorf("ingest %q: %w", r, errDraining)
+	}
 	var needs manager.Needs
 	if req.GetNeeded() != nil {
 		needs.Labels = labels(req.GetNeeded())
@@ -340,11 +343,9 @@ func (e engineService) Publish(ctx context.Context, req *kvferrypb.PublishReques
 	if err != nil {
 		return nil, err
 	}
-	reference, err := p.reference(e.node.keys)
-	if err != nil {
-		return nil, err
+	res := &kvferrypb.PublishResponse{
+		Reference: p.given, Sequence: uint64(p.sequence), Publication: uint64(p.name.Sequence), GossipDeferred: p.deferred,
 	}
-	res := &kvferrypb.PublishResponse{Reference: reference, Sequence: uint64(p.sequence), Publication: uint64(p.name.Sequence)}
 	for _, st := range p.value.Streams {
 		res.Lengths = append(res.Lengths, &kvferrypb.PublishResponse_Length{Label: string(st.Label), Tokens: uint32(st.Tokens), Pages: uint32(len(st.Pages))})
 	}
@@ -364,7 +365,7 @@ func (e engineService) AdmitRetrieve(ctx context.Context, req *kvferrypb.AdmitRe
 		wait:      min(req.GetWait().AsDuration(), maxWait),
 	}
 	if req.GetReference() != "" {
-		ref, err := e.node.keys.Decode(req.GetReference())
+		ref, err := e.node.keyring.current().Decode(req.GetReference())
 		if err != nil {
 			return nil, err
 		}
@@ -408,7 +409,7 @@ func (e engineService) Release(ctx context.Context, req *kvferrypb.ReleaseReques
 		return nil, err
 	}
 	defer leave()
-	ref, err := e.node.keys.Decode(req.GetReference())
+	ref, err := e.node.keyring.current().Decode(req.GetReference())
 	if err != nil {
 		return nil, err
 	}

@@ -10,7 +10,9 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/api/wire"
+	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/publish"
@@ -31,6 +33,13 @@ type failure struct {
 func failures() []failure {
 	return []failure{
 		{errNoSession, kvferrypb.Failure_NO_SESSION, codes.Unauthenticated, "open a session and keep its Events stream"},
+		{errStranger, kvferrypb.Failure_REFUSED, codes.PermissionDenied, "give the caller a certificate whose subject alternative name is its node.name, and let it in by security.peers"},
+		{errSeeds, kvferrypb.Failure_INVALID, codes.InvalidArgument, "give host:port of the gossip of running members; kvferry status shows it there"},
+		{errNotListed, kvferrypb.Failure_DEADLINE, codes.DeadlineExceeded, "is a node there; are cluster.name, the keyring, and security the same; does the gossip port pass both ways, UDP and TCP"},
+		{errBlocked, kvferrypb.Failure_BLOCKED, codes.FailedPrecondition, "start or mend the members that it names, then repeat it"},
+		{cluster.ErrUnknownKey, kvferrypb.Failure_NOT_FOUND, codes.NotFound, "see kvferry keyring"},
+		{cluster.ErrOvertaken, kvferrypb.Failure_BUSY, codes.Aborted, "see kvferry keyring"},
+		{errKeyring, kvferrypb.Failure_INVALID, codes.FailedPrecondition, "see kvferry keyring"},
 		{errDraining, kvferrypb.Failure_DRAINING, codes.Unavailable, "use another node"},
 		{errExpired, kvferrypb.Failure_EXPIRED, codes.Aborted, "raise Publish.hold or timers.hold, or retrieve earlier"},
 		{errRevoked, kvferrypb.Failure_REVOKED, codes.Aborted, "the publisher took it back; prefill again"},
@@ -38,6 +47,7 @@ func failures() []failure {
 		{errRemoved, kvferrypb.Failure_CANCELLED, codes.Canceled, "the request was removed or reset while it was read into"},
 		{errOwnerLost, kvferrypb.Failure_OWNER_LOST, codes.Aborted, "prefill again on another node"},
 		{transfer.ErrIdentity, kvferrypb.Failure_OWNER_LOST, codes.Aborted, "the owner restarted; prefill again"},
+		{identity.ErrRefused, kvferrypb.Failure_TRANSPORT, codes.Unavailable, "check security.certificate, ca, and peers on both nodes; the log of the one that refused says why"},
 		{transfer.ErrStale, kvferrypb.Failure_STALE, codes.Aborted, "nothing of it was used; prefill again"},
 		{manager.ErrDiverged, kvferrypb.Failure_DIVERGED, codes.FailedPrecondition, "reset the request to take a later publication"},
 		{manager.ErrIncompatible, kvferrypb.Failure_INCOMPATIBLE, codes.FailedPrecondition, "give both nodes the same arena section"},

@@ -553,58 +553,6 @@ func TestSessionIsLost(t *testing.T) {
 	awaitAllFree(t, prefill)
 }
 
-// TestDraining: a node that closes takes nothing new, lets what runs come to an
-// end, and then leaves.
-func TestDraining(t *testing.T) {
-	g := newGate()
-	prefill, decode := startGated(t, g.wrap)
-	p, d := openEngine(t, prefill), openEngine(t, decode)
-	p.ingest("r1")
-	d.ingest("r1")
-	d.ingest("r2")
-	p.write("r1", 13)
-	p.publish("r1", false, to("decode"))
-	reads := d.retrieving("r1", "", 0)
-	<-g.came
-	nothing := d.retrieving("r2", "", 0)
-	closed := make(chan error, 1)
-	go func() { closed <- prefill.Close(context.Background()) }()
-	await(t, "prefill to drain", func(context.Context) error {
-		_, err := p.client.Open(p.ctx(), client.OpenOptions{})
-		if client.CodeOf(err) != kvferrypb.Failure_DRAINING {
-			return fmt.Errorf("Open: %w", err)
-		}
-		return nil
-	})
-	// What has begun goes on, what is new does not.
-	p.ingest("new")
-	p.write("new", 8)
-	if _, err := p.Publish(p.ctx(), &kvferrypb.PublishRequest{Request: "new"}); client.CodeOf(err) != kvferrypb.Failure_DRAINING {
-		t.Errorf("a new publication: %v, want DRAINING", err)
-	}
-	p.write("r1", 3)
-	p.publish("r1", false, to("decode"))
-	p.write("r1", 20)
-	p.publish("r1", true, to("decode"))
-	close(g.pass)
-	if got := <-reads; got.err != nil {
-		t.Error(got.err)
-	}
-	if got := d.verify("r1", "main"); got != 36 {
-		t.Errorf("%d tokens, want 36", got)
-	}
-	if err := <-closed; err != nil {
-		t.Error(err)
-	}
-	go func() { closed <- decode.Close(context.Background()) }()
-	if got := <-nothing; client.CodeOf(got.err) != kvferrypb.Failure_DRAINING {
-		t.Errorf("a retrieve that waits for nothing: %v, want DRAINING", got.err)
-	}
-	if err := <-closed; err != nil {
-		t.Error(err)
-	}
-}
-
 // hangUp breaks the engine's connection without a word.
 func (e *engine) hangUp() {
 	e.client.Close()

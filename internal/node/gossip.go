@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/id"
 )
@@ -23,15 +24,24 @@ func (g gossip) Items(items [][]byte) {
 	<-g.ready
 	now := time.Now()
 	for _, item := range items {
-		out, nack, err := g.node.board.Receive(now, item)
+		out, forLog, err := g.node.board.Receive(now, item)
 		if err != nil {
 			g.node.metrics.badMessages.WithLabelValues("gossip").Inc()
 			g.node.log.Debug("gossip refused", "bytes", len(item), "err", err)
 			continue
 		}
+		if len(out.Broadcast) > 0 && g.node.cluster.Room() < outboxShare {
+			g.node.metrics.notPassed.Add(float64(len(out.Broadcast)))
+			out.Broadcast = nil // its owner repairs it
+		}
 		g.node.send(out)
-		if nack != nil {
-			g.node.send(g.node.plog.Nack(now, nack))
+		switch m := forLog.(type) {
+		case *wire.Nack:
+			g.node.send(g.node.plog.Nack(now, m))
+		case *wire.Echo:
+			if took, ok := g.node.plog.Echo(now, m); ok {
+				g.node.metrics.beaconSeconds.Observe(took.Seconds())
+			}
 		}
 	}
 }
@@ -48,6 +58,12 @@ func (g gossip) Left(m cluster.Member, _ bool) {
 	<-g.ready
 	g.node.peers.remove(m.Life)
 	g.node.sessions.emitAll(func() *kvferrypb.Event { return peerEvent(m.Life, "down") })
+}
+
+// Updated hears what else a life tells of itself.
+func (g gossip) Updated(m cluster.Member) {
+	<-g.ready
+	g.node.peers.update(m)
 }
 
 // MergeState takes other members' checkpoints.
@@ -83,7 +99,9 @@ func (n *Node) openCluster(context.Context) error {
 		Bind:      bind,
 		Advertise: advertise,
 		Join:      c.Cluster.Join,
-		Keys:      n.keys,
+		Ring:      n.keyring.first,
+		SaveRing:  n.keyring.save,
+		Identity:  n.identity,
 		Fast:      n.fast(),
 		Handler:   gossip{n, ready},
 		Logger:    n.log,

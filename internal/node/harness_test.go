@@ -39,6 +39,7 @@ node: {name: %s, role: both, bind: 127.0.0.1, socket: %s, state_dir: %s}
 ports: {gossip: 0, peer: 0, data: 0, http: 0}
 arena: {model: test, pages: 64, page_size: 8, layers: 2, heads: 2, head_dim: 8, dtype: bf16, layout: NHD}
 cluster: {name: %s, preset: fast}
+timers: {drain: 10ms}
 `
 
 // startNode runs a node in this process until the end of the test. set are

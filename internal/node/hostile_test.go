@@ -15,6 +15,8 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
 	"github.com/kvferry/kvferry/api/client"
@@ -22,6 +24,7 @@ import (
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
@@ -34,14 +37,16 @@ import (
 // has memory and a data port, and says to its peers whatever the test wants.
 type impostor struct {
 	kvferrypb.UnimplementedPeerServer
-	life   id.Life
-	log    *publish.Log
-	seals  *memory.SealTable
-	server *grpc.Server
+	life    id.Life
+	log     *publish.Log
+	seals   *memory.SealTable
+	server  *grpc.Server
+	cluster *cluster.Cluster
 
 	hello  func(context.Context, *kvferrypb.HelloResponse) // changes the true one
 	lookup func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error)
 	truth  *kvferrypb.HelloResponse
+	pushed chan *kvferrypb.PushRequest // nil: it does not listen
 }
 
 func (i *impostor) Hello(ctx context.Context, _ *kvferrypb.HelloRequest) (*kvferrypb.HelloResponse, error) {
@@ -62,6 +67,15 @@ func (i *impostor) Lookup(_ context.Context, req *kvferrypb.LookupRequest) (*kvf
 }
 
 func (i *impostor) Push(s grpc.BidiStreamingServer[kvferrypb.PushRequest, kvferrypb.PushResponse]) error {
+	for i.pushed != nil {
+		req, err := s.Recv()
+		if err != nil {
+			return err
+		}
+		if req.GetWhat() != nil {
+			i.pushed <- req
+		}
+	}
 	<-s.Context().Done()
 	return nil
 }
@@ -72,13 +86,46 @@ type deaf struct{}
 func (deaf) Items([][]byte)            {}
 func (deaf) Joined(cluster.Member)     {}
 func (deaf) Left(cluster.Member, bool) {}
+func (deaf) Updated(cluster.Member)    {}
 func (deaf) MergeState([]byte)         {}
+
+// disguise is what an impostor has to prove who it is, on each port, nil:
+// nothing; and where what is pushed to it goes.
+type disguise struct {
+	peer, data, gossip *identity.Identity
+	pushed             chan *kvferrypb.PushRequest
+}
 
 // startImpostor joins the cluster of the node, of whose geometry it claims to be.
 func startImpostor(t testing.TB, n *member, hello func(context.Context, *kvferrypb.HelloResponse)) *impostor {
 	t.Helper()
+	i := startDisguised(t, n, hello, disguise{})
+	awaitImpostor(t, n, hello != nil)
+	return i
+}
+
+// awaitImpostor waits until it is a member, and has answered a hello if it does.
+func awaitImpostor(t testing.TB, n *member, silent bool) {
+	t.Helper()
+	await(t, "the impostor to be a member", func(ctx context.Context) error {
+		res, err := n.admin.Peers(ctx, &kvferrypb.PeersRequest{})
+		if err != nil {
+			return err
+		}
+		for _, p := range res.GetItems() {
+			if p.GetNode() == "impostor" && (p.GetState() != "connecting" || silent) {
+				return nil
+			}
+		}
+		return fmt.Errorf("%v", res.GetItems())
+	})
+}
+
+// startDisguised knows the keys of the cluster, and need not become a member.
+func startDisguised(t testing.TB, n *member, hello func(context.Context, *kvferrypb.HelloResponse), d disguise) *impostor {
+	t.Helper()
 	g := n.config.Geometry()
-	i := &impostor{life: id.Life{Node: "impostor", Incarnation: id.Incarnation(time.Now().UnixMicro())}, hello: hello}
+	i := &impostor{life: id.Life{Node: "impostor", Incarnation: id.Incarnation(time.Now().UnixMicro())}, hello: hello, pushed: d.pushed}
 	i.log = publish.NewLog(publish.LogOptions{Life: i.life})
 	arena, err := memory.New("impostor", g.Layout.Bytes())
 	if err != nil {
@@ -89,7 +136,7 @@ func startImpostor(t testing.TB, n *member, hello func(context.Context, *kvferry
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { i.seals.Close() })
-	data, err := tcp.Listen(tcp.Options{Local: transfer.Local{Life: i.life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: i.seals}, Bind: netip.MustParseAddrPort("127.0.0.1:0")})
+	data, err := tcp.Listen(tcp.Options{Local: transfer.Local{Life: i.life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: i.seals}, Bind: netip.MustParseAddrPort("127.0.0.1:0"), Identity: d.data})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -103,31 +150,32 @@ func startImpostor(t testing.TB, n *member, hello func(context.Context, *kvferry
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := grpc.NewServer(grpc.MaxSendMsgSize(64 << 20))
+	creds := insecure.NewCredentials()
+	if d.peer != nil {
+		creds = credentials.NewTLS(d.peer.Server(identity.Peer))
+	}
+	s := grpc.NewServer(grpc.MaxSendMsgSize(64<<20), grpc.Creds(creds))
 	i.server = s
 	kvferrypb.RegisterPeerServer(s, i)
 	var work sync.WaitGroup
 	work.Go(func() { s.Serve(l) })
 	t.Cleanup(func() { s.Stop(); work.Wait() })
-	c, err := cluster.Start(cluster.Options{
+	var ring cluster.Ring
+	for _, k := range n.config.Cluster.Keyring {
+		ring.Keys = append(ring.Keys, k)
+	}
+	i.cluster, err = cluster.Start(cluster.Options{
 		Life: i.life, Meta: cluster.Meta{Role: "prefill", Group: "impostor", Peer: netip.MustParseAddrPort(l.Addr().String()), Fingerprint: g.Fingerprint()},
-		Label: "test", Bind: netip.MustParseAddrPort("127.0.0.1:0"), Join: []string{n.Addresses().Gossip.String()}, Fast: true, Handler: deaf{},
+		Label: "test", Bind: netip.MustParseAddrPort("127.0.0.1:0"), Join: []string{n.Addresses().Gossip.String()}, Ring: ring, Identity: d.gossip, Fast: true, Handler: deaf{},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { c.Close() })
-	await(t, "the impostor to be a member", func(ctx context.Context) error {
-		res, err := n.admin.Peers(ctx, &kvferrypb.PeersRequest{})
-		if err != nil {
-			return err
-		}
-		for _, p := range res.GetItems() {
-			if p.GetNode() == "impostor" && (p.GetState() != "connecting" || hello != nil) {
-				return nil
-			}
-		}
-		return fmt.Errorf("%v", res.GetItems())
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		i.cluster.Leave(ctx) // so that nobody waits for it
+		i.cluster.Close()
 	})
 	return i
 }
@@ -149,6 +197,16 @@ func (i *impostor) announce(t testing.TB, p manager.Publication) (publish.Announ
 		t.Fatal(err)
 	}
 	return a, ref
+}
+
+// gossip tells all what was announced.
+func (i *impostor) gossip(t testing.TB) {
+	t.Helper()
+	for _, item := range i.log.Outgoing(time.Now(), 1<<16) {
+		if err := i.cluster.Broadcast(item); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // honest is 20 tokens on 3 pages.

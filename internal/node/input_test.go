@@ -434,7 +434,7 @@ func TestStatusNamesWhatIsMissing(t *testing.T) {
 
 func TestHealth(t *testing.T) {
 	g := newGate()
-	prefill, decode := startGated(t, g.wrap)
+	prefill, decode := startGated(t, g.wrap, long)
 	conn, err := grpc.NewClient("passthrough:///"+decode.Addresses().Peer.String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)

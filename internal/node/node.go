@@ -5,8 +5,9 @@
 // the owner's rule) and decode.go (follow, pull, and settle). Around them:
 // peers.go is this node's hold on the others, session.go the engines at work,
 // lease.go who still reads what, sweep.go everything that happens because time
-// passes, gossip.go what the cluster tells, and engine.go, peer.go, admin.go
-// the three services, thin.
+// passes, gossip.go what the cluster tells, security.go who others prove to be,
+// keyring.go the gossip keys, drain.go the way out, and engine.go, peer.go,
+// admin.go (look), operate.go (change) the three services, thin.
 //
 // Locks are taken in this order, and none is held across I/O or a wait:
 //
@@ -25,10 +26,10 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
-	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
@@ -41,10 +42,8 @@ import (
 var ErrFenced = errors.New("a newer life of this node is at work")
 
 const (
-	drainTime = 5 * time.Second // for what runs when the node is to close
-	leaveTime = 2 * time.Second // for its goodbye
-	joinTime  = time.Second     // for others to say what they remember of us
-	meetTime  = 2 * time.Second // that a reference may be ahead of the news of its owner
+	joinTime = time.Second     // for others to say what they remember of us
+	meetTime = 2 * time.Second // that a reference may be ahead of the news of its owner
 )
 
 // maxPublications are live at once: a seal word each, and one that is not used.
@@ -77,7 +76,6 @@ type Node struct {
 	group    id.Group
 	geometry page.Geometry
 	ranks    []id.Rank
-	keys     wire.Keys
 	started  time.Time
 
 	arenas     map[id.Rank]*memory.Region
@@ -93,15 +91,18 @@ type Node struct {
 	refused    []transfer.Refusal   // those that are not used, and why
 	reads      chan struct{}        // a place for each read that may run
 	cluster    *cluster.Cluster
+	keyring    *keyring
+	identity   *identity.Identity // nil: nobody has to prove who it is
 	servers    servers
 	addresses  Addresses
 	metrics    *metrics
 
 	ctx      context.Context //nolint:containedctx // the node's own life, ended by stop
 	stop     context.CancelCauseFunc
-	draining chan struct{} // closed when the node is to close
+	leaving  leaving
 	joined   atomic.Bool
 	kick     chan struct{} // one wish is as good as many
+	flushing sync.Mutex    // one flush at a time
 	swept    atomic.Int64  // unix nanoseconds of the last sweep
 
 	mu      sync.Mutex
@@ -156,14 +157,11 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 		follows:  newFollows(),
 		reads:    make(chan struct{}, c.Transfer.Limits.InFlight),
 		kick:     make(chan struct{}, 1),
-		draining: make(chan struct{}),
+		leaving:  newLeaving(),
 	}
 	n.swept.Store(n.started.UnixNano())
 	for _, r := range c.Arena.Ranks {
 		n.ranks = append(n.ranks, id.Rank(r))
-	}
-	for _, k := range c.Cluster.Keyring {
-		n.keys = append(n.keys, k)
 	}
 	n.metrics = newMetrics(n)
 	n.peers = newPeers(n)
@@ -172,7 +170,7 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 	n.ctx, n.stop = context.WithCancelCause(context.WithoutCancel(ctx))
 	openTransports := func(context.Context) error { return n.openTransports(o.wrap) }
 	for _, open := range []func(context.Context) error{
-		n.openMemory, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
+		n.openIdentity, n.openKeyring, n.openMemory, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
 	} {
 		if err := open(ctx); err != nil {
 			n.stop(err)
@@ -184,6 +182,9 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 	}
 	n.spawn(n.sweep)
 	n.spawn(n.awaitJoined)
+	if n.identity != nil {
+		n.spawn(n.watchIdentity)
+	}
 	n.log.Info("node serves", "addresses", n.addresses)
 	return n, nil
 }
@@ -194,60 +195,8 @@ func (n *Node) Addresses() Addresses { return n.addresses }
 // Life is this life of the node.
 func (n *Node) Life() id.Life { return n.life }
 
-// Done is closed when the node has given itself up; see Err.
+// Done is closed when the node has given itself up or has left; see Err.
 func (n *Node) Done() <-chan struct{} { return n.ctx.Done() }
-
-// Err says why the node gave itself up; nil while it runs and after Close.
-func (n *Node) Err() error {
-	if err := context.Cause(n.ctx); n.ctx.Err() != nil && !errors.Is(err, transfer.ErrClosed) {
-		return err
-	}
-	return nil
-}
-
-// isDraining says that the node takes no new work.
-func (n *Node) isDraining() bool {
-	select {
-	case <-n.draining:
-		return true
-	case <-n.ctx.Done():
-		return true
-	default:
-		return false
-	}
-}
-
-// Close drains: new publications and reads are refused, what runs has until
-// ctx or 5 s, whichever is sooner. Then the node says goodbye and closes
-// everything in reverse order of opening. It may be called twice.
-func (n *Node) Close(ctx context.Context) error {
-	n.once.Do(func() {
-		close(n.draining)
-		n.drain(ctx)
-		n.send(n.plog.Bye())
-		// Also a drain that took all the time there was has a goodbye.
-		leave, cancel := context.WithTimeout(context.WithoutCancel(ctx), leaveTime)
-		defer cancel()
-		if err := n.cluster.Leave(leave); err != nil {
-			n.log.Info("goodbye did not spread", "err", err)
-		}
-		n.stop(transfer.ErrClosed)
-		n.err = n.closeAll()
-		n.log.Info("node closed", "err", n.err)
-	})
-	return n.err
-}
-
-// drain waits until no read runs here and nobody here holds a lease of ours.
-func (n *Node) drain(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, drainTime)
-	defer cancel()
-	for n.ctx.Err() == nil {
-		if n.owner.holds.leased() == 0 && n.follows.running() == 0 || !sleep(ctx, 20*time.Millisecond) {
-			return
-		}
-	}
-}
 
 // closeAll closes in reverse order of opening and waits for every goroutine.
 func (n *Node) closeAll() error {
@@ -292,7 +241,7 @@ func (n *Node) openManager(context.Context) error {
 	n.board = publish.NewBoard(publish.BoardOptions{Life: n.life, Grace: t.Grace, Fast: n.fast()})
 	n.owner = newOwner(m, n.plog, n.seals, newHolds(holdTimers{
 		hold: t.Hold, lease: t.Lease, maxHold: t.MaxHold, tombstone: t.Tombstone, live: maxPublications, readers: kvferrypb.MaxReaders,
-	}), maxPublications)
+	}), n.keyring, maxPublications)
 	return nil
 }
 
@@ -329,22 +278,22 @@ func (n *Node) awaitJoined() {
 func (n *Node) remove(r id.Request, discard bool, outcome kvferrypb.CompleteItem_Outcome) error {
 	// As one, so that nothing of the next life of the id is ended.
 	n.sessions.mu.Lock()
-	ends, out, err := n.owner.remove(time.Now(), r, discard)
+	ends, err := n.owner.remove(time.Now(), r, discard)
 	delete(n.sessions.requests, r)
 	f, _ := n.follows.detach(r, errRemoved)
 	n.sessions.mu.Unlock()
 	f.abandon(outcome)
-	n.announceEnds(ends, out)
+	n.announceEnds(ends)
 	return err
 }
 
 // reset empties a request.
 func (n *Node) reset(r id.Request, free bool) error {
 	n.sessions.mu.Lock()
-	ends, out, err := n.owner.reset(time.Now(), r, free)
+	ends, err := n.owner.reset(time.Now(), r, free)
 	f, _ := n.follows.detach(r, errRemoved)
 	n.sessions.mu.Unlock()
 	f.abandon(kvferrypb.CompleteItem_FAILED)
-	n.announceEnds(ends, out)
+	n.announceEnds(ends)
 	return err
 }

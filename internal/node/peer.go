@@ -47,7 +47,17 @@ func (n *Node) helloRequest() *kvferrypb.HelloRequest {
 	return req
 }
 
-func (s peerService) Hello(_ context.Context, req *kvferrypb.HelloRequest) (*kvferrypb.HelloResponse, error) {
+// claimed is the life that a caller says it is, and proves to be if names have
+// to be proved.
+func (s peerService) claimed(ctx context.Context, m *kvferrypb.Life) (id.Life, error) {
+	life := lifeOf(m)
+	if err := life.Node.Validate(); err != nil {
+		return life, err
+	}
+	return life, s.node.proven(ctx, life.Node)
+}
+
+func (s peerService) Hello(ctx context.Context, req *kvferrypb.HelloRequest) (*kvferrypb.HelloResponse, error) {
 	n := s.node
 	if id.Node(req.GetTo()) != n.life.Node {
 		return nil, fmt.Errorf("hello is for %q, this is %s: %w", req.GetTo(), n.life, transfer.ErrIdentity)
@@ -57,8 +67,7 @@ func (s peerService) Hello(_ context.Context, req *kvferrypb.HelloRequest) (*kvf
 			return nil, err
 		}
 	}
-	from := lifeOf(req.GetFrom())
-	if err := from.Node.Validate(); err != nil {
+	if _, err := s.claimed(ctx, req.GetFrom()); err != nil {
 		return nil, err
 	}
 	own := n.helloRequest()
@@ -76,12 +85,12 @@ func (s peerService) Push(stream grpc.BidiStreamingServer[kvferrypb.PushRequest,
 	if err != nil {
 		return err
 	}
-	from := lifeOf(first.GetFrom())
-	if err := from.Node.Validate(); err != nil {
+	from, err := s.claimed(stream.Context(), first.GetFrom())
+	if err != nil {
 		return err
 	}
 	defer func() {
-		if !n.isDraining() { // then it is us who end it
+		if n.ctx.Err() == nil { // else it is us who end it
 			n.fence(from)
 		}
 	}()
@@ -136,9 +145,10 @@ func (s peerService) Snapshot(req *kvferrypb.SnapshotRequest, stream grpc.Server
 	return nil
 }
 
-func (s peerService) caller(m *kvferrypb.Life, items int) (id.Life, error) {
-	life := lifeOf(m)
-	if err := life.Node.Validate(); err != nil {
+// caller is the reader that a batch is of.
+func (s peerService) caller(ctx context.Context, m *kvferrypb.Life, items int) (id.Life, error) {
+	life, err := s.claimed(ctx, m)
+	if err != nil {
 		return life, err
 	}
 	if items > maxItems {
@@ -147,11 +157,11 @@ func (s peerService) caller(m *kvferrypb.Life, items int) (id.Life, error) {
 	return life, nil
 }
 
-func (s peerService) Lease(_ context.Context, req *kvferrypb.LeaseRequest) (*kvferrypb.LeaseResponse, error) {
+func (s peerService) Lease(ctx context.Context, req *kvferrypb.LeaseRequest) (*kvferrypb.LeaseResponse, error) {
 	if err := s.meant(req.GetIncarnation()); err != nil {
 		return nil, err
 	}
-	life, err := s.caller(req.GetReader(), len(req.GetItems()))
+	life, err := s.caller(ctx, req.GetReader(), len(req.GetItems()))
 	if err != nil {
 		return nil, err
 	}
@@ -176,11 +186,11 @@ func (s peerService) Lease(_ context.Context, req *kvferrypb.LeaseRequest) (*kvf
 	return res, nil
 }
 
-func (s peerService) Complete(_ context.Context, req *kvferrypb.CompleteRequest) (*kvferrypb.CompleteResponse, error) {
+func (s peerService) Complete(ctx context.Context, req *kvferrypb.CompleteRequest) (*kvferrypb.CompleteResponse, error) {
 	if err := s.meant(req.GetIncarnation()); err != nil {
 		return nil, err
 	}
-	life, err := s.caller(req.GetReader(), len(req.GetItems()))
+	life, err := s.caller(ctx, req.GetReader(), len(req.GetItems()))
 	if err != nil {
 		return nil, err
 	}

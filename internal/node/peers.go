@@ -6,12 +6,12 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
 
@@ -44,16 +44,18 @@ const (
 
 	maxTransports = 16   // that a peer says it has
 	maxDescriptor = 4096 // bytes of one
+	maxLost       = 4 * maxPeers
 )
 
 // peers are the other members, each life an own [peer].
 type peers struct {
 	node *Node
 
-	mu     sync.Mutex
-	byName map[id.Node]*peer
-	met    chan struct{} // closed when a life is met, then replaced
-	closed bool
+	mu      sync.Mutex
+	byName  map[id.Node]*peer
+	lost    lives         // that were here and have gone
+	changed chan struct{} // closed when a life is met, has said hello, or has gone, then replaced
+	closed  bool
 }
 
 // peer is this node's hold on one life of another node: its control
@@ -73,6 +75,8 @@ type peer struct {
 	receipts *queue[receipt]
 	pushes   *queue[pushItem]
 	snapshot chan struct{} // one wish is as good as many
+	untold   atomic.Int64  // receipts and pushes that the peer has not answered
+	draining atomic.Bool   // it takes nothing new
 
 	mu      sync.Mutex
 	hello   hello // valid once greeted is closed
@@ -93,6 +97,7 @@ type hello struct {
 // pushItem is an announcement or the end of a publication.
 type pushItem struct {
 	announcement []byte
+	sequence     id.Sequence // of the announcement
 	request      id.Request
 	ended        id.Sequence
 	cause        string
@@ -103,17 +108,17 @@ type receipt struct {
 	sequence id.Sequence
 	attempt  uint32
 	outcome  kvferrypb.CompleteItem_Outcome // unspecified: grant or renew
-	follow   *follow                        // who is told of a refusal; nil: nobody
+	follow   *follow                        // who is told of the answer; nil of one that ends
 }
 
 func newPeers(n *Node) *peers {
-	return &peers{node: n, byName: make(map[id.Node]*peer), met: make(chan struct{})}
+	return &peers{node: n, byName: make(map[id.Node]*peer), lost: newLives(maxLost), changed: make(chan struct{})}
 }
 
 // add meets a life; an older one of the same node is dropped first.
 func (ps *peers) add(m cluster.Member) {
 	conn, err := grpc.NewClient("passthrough:///"+m.Meta.Peer.String(),
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithTransportCredentials(ps.node.peerDialCredentials(m.Life.Node)),
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
 			MinConnectTimeout: time.Second,
@@ -135,6 +140,7 @@ func (ps *peers) add(m cluster.Member) {
 		pushes:   newQueue[pushItem](maxPushes),
 		snapshot: make(chan struct{}, 1),
 	}
+	p.draining.Store(m.Meta.Draining)
 	ps.mu.Lock()
 	old := ps.byName[m.Life.Node]
 	full := old == nil && len(ps.byName) >= maxPeers
@@ -148,6 +154,9 @@ func (ps *peers) add(m cluster.Member) {
 		return
 	}
 	ps.byName[m.Life.Node] = p
+	if old != nil {
+		ps.lost.add(old.life)
+	}
 	// Started under the mutex, so that nobody closes a peer that has yet to start.
 	p.work.Go(p.settle)
 	p.work.Go(p.pushAll)
@@ -156,22 +165,45 @@ func (ps *peers) add(m cluster.Member) {
 		old.close(fmt.Errorf("%s was replaced by %s: %w", old.life, p.life, errOwnerLost))
 	}
 	p.show()
-	ps.mu.Lock()
-	close(ps.met)
-	ps.met = make(chan struct{})
-	ps.mu.Unlock()
+	ps.wake()
 }
 
-// watch returns what is closed when the next life is met.
+// update notes what else a life tells of itself.
+func (ps *peers) update(m cluster.Member) {
+	if p := ps.byLife(m.Life); p != nil {
+		p.draining.Store(m.Meta.Draining)
+	}
+}
+
+// target is the peer that a publication is pushed to; one that drains would not
+// read it. nil: nobody.
+func (ps *peers) target(n id.Node) *peer {
+	if p := ps.byNode(n); p != nil && !p.draining.Load() {
+		return p
+	}
+	return nil
+}
+
+// wake wakes whoever waits for a change.
+func (ps *peers) wake() {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	close(ps.changed)
+	ps.changed = make(chan struct{})
+}
+
+// watch returns what is closed at the next change.
 func (ps *peers) watch() <-chan struct{} {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
-	return ps.met
+	return ps.changed
 }
 
 // owner returns the peer of exactly this life; the error says what became of it.
 func (ps *peers) owner(l id.Life) (*peer, error) {
-	p := ps.byNode(l.Node)
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	p := ps.byName[l.Node]
 	self := ps.node.life
 	switch {
 	case p != nil && p.life == l:
@@ -180,14 +212,20 @@ func (ps *peers) owner(l id.Life) (*peer, error) {
 		return nil, fmt.Errorf("%s was an earlier life of this node: %w", l, errOwnerLost)
 	case p != nil && l.Incarnation < p.life.Incarnation:
 		return nil, fmt.Errorf("%s lives now: %w", p.life, errOwnerLost)
+	case ps.lost.has(l):
+		return nil, fmt.Errorf("%s has left the cluster: %w", l, errOwnerLost)
 	default:
 		return nil, fmt.Errorf("%s: %w", l, errUnknownNode)
 	}
 }
 
 // show tells the board whether what the peer owns can be read. It is the only
-// one that does, so that the last word is the right one.
+// one that does, so that the last word is the right one. Where names have to be
+// proved, a member is nobody until its hello has done it.
 func (p *peer) show() {
+	if p.node.identity != nil && !p.isKnown() {
+		return
+	}
 	p.mu.Lock()
 	out := p.node.board.Member(time.Now(), p.life, !p.suspect && p.ctx.Err() == nil)
 	p.mu.Unlock()
@@ -203,9 +241,39 @@ func (ps *peers) remove(life id.Life) {
 		return
 	}
 	delete(ps.byName, life.Node)
+	ps.lost.add(life)
 	ps.mu.Unlock()
 	p.close(fmt.Errorf("%s left: %w", life, errOwnerLost))
+	ps.wake()
 }
+
+// anyAlike says whether another member says that it holds the same kind of KV.
+func (ps *peers) anyAlike() bool {
+	for _, p := range ps.all() {
+		if p.alike() {
+			return true
+		}
+	}
+	return false
+}
+
+// unlikely grades a life by how unlikely it is that it can be read: less is
+// better.
+func (ps *peers) unlikely(l id.Life) int {
+	p := ps.byLife(l)
+	grade := 0
+	if p == nil || !p.alike() {
+		grade += 2
+	}
+	if p == nil || !p.isKnown() {
+		grade++
+	}
+	return grade
+}
+
+// alike says whether the member says that it holds the same kind of KV; it may
+// lie.
+func (p *peer) alike() bool { return p.member.Meta.Fingerprint == p.node.geometry.Fingerprint() }
 
 func (ps *peers) byNode(n id.Node) *peer {
 	ps.mu.Lock()
@@ -277,6 +345,7 @@ func (p *peer) settle() {
 		}
 		for batch := p.receipts.take(1024); len(batch) > 0; batch = p.receipts.take(1024) {
 			p.settleBatch(batch)
+			p.untold.Add(-int64(len(batch)))
 		}
 	}
 }
@@ -297,6 +366,8 @@ func (p *peer) greet() bool {
 				p.node.log.Warn("peer holds other KV", "node", p.life.String(), "field", d.Field, "ours", d.Ours, "theirs", d.Theirs)
 			}
 			close(p.greeted)
+			p.show()
+			p.node.peers.wake()
 			return true
 		}
 		p.node.log.Debug("hello failed", "node", p.life.String(), "err", err)
@@ -361,14 +432,28 @@ func (p *peer) known(ctx context.Context) (hello, error) {
 	case <-p.ctx.Done():
 		return hello{}, context.Cause(p.ctx)
 	case <-ctx.Done():
-		if err := p.failure(); err != nil && errors.Is(context.Cause(ctx), errTooLate) {
-			return hello{}, p.unreachable(err)
-		}
-		return hello{}, fmt.Errorf("hello to %s at %s is not answered yet: %w", p.life, p.member.Meta.Peer, context.Cause(ctx))
+		return hello{}, p.unanswered(context.Cause(ctx))
+	}
+	h, _ := p.said()
+	return h, nil
+}
+
+// said is what hello said, if it did.
+func (p *peer) said() (hello, bool) {
+	if !p.isKnown() {
+		return hello{}, false
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.hello, nil
+	return p.hello, true
+}
+
+// unanswered is why the peer was waited for in vain.
+func (p *peer) unanswered(cause error) error {
+	if err := p.failure(); err != nil && errors.Is(cause, errTooLate) {
+		return p.unreachable(err)
+	}
+	return fmt.Errorf("hello to %s at %s is not answered yet: %w", p.life, p.member.Meta.Peer, cause)
 }
 
 // unreachable says what a failed call proves of the peer's life: that it is gone
@@ -460,7 +545,9 @@ func (p *peer) drop(link transfer.Link) {
 
 // tell queues a receipt. A full queue drops it: the lease then runs out.
 func (p *peer) tell(r receipt) {
+	p.untold.Add(1)
 	if !p.receipts.add(r) {
+		p.untold.Add(-1)
 		p.node.metrics.acks.WithLabelValues("dropped").Inc()
 	}
 }
@@ -499,16 +586,24 @@ func (p *peer) lease(batch []receipt) error {
 	}
 	ctx, cancel := context.WithTimeout(p.ctx, callTimeout)
 	defer cancel()
+	asked := time.Now() // the lease runs from some time after it
 	res, err := p.rpc.Lease(ctx, req)
 	if err != nil {
 		return err
 	}
+	now := time.Now()
 	for i, r := range res.GetResults() {
 		if i >= len(batch) {
 			break
 		}
-		if why := r.GetRefused(); why != "" && why != refusedFull && batch[i].follow != nil {
-			batch[i].follow.refuse(r.GetRefused())
+		switch why := r.GetRefused(); why {
+		case "":
+			if slack, ok := batch[i].follow.granted(now, asked.Add(time.Duration(r.GetMillis())*time.Millisecond)); ok {
+				p.node.metrics.leaseSlack.Observe(slack.Seconds())
+			}
+		case refusedFull:
+		default:
+			batch[i].follow.refuse(why)
 		}
 		p.node.metrics.renewal(r.GetRefused())
 	}
@@ -585,7 +680,9 @@ func (p *peer) readSnapshot(ctx context.Context) (items [][]byte, err error) {
 
 // push queues an item. A full queue drops it: gossip carries it, too.
 func (p *peer) push(i pushItem) {
+	p.untold.Add(1)
 	if !p.pushes.add(i) {
+		p.untold.Add(-1)
 		p.node.metrics.pushDropped.Inc()
 	}
 }
@@ -624,18 +721,33 @@ func (p *peer) pushStream() error {
 	if err := stream.Send(&kvferrypb.PushRequest{From: from}); err != nil {
 		return err
 	}
-	broken := make(chan error, 1) // one answer, also when nobody waits any more
+	broken := make(chan error, 1)              // one answer, also when nobody waits any more
+	asked := make(chan id.Sequence, maxPushes) // what is announced by each item that is not answered; 0: nothing
+	taken := 0                                 // items
+	answered := -1                             // of them: the first answer is to who we are
 	var receiver sync.WaitGroup
 	receiver.Go(func() {
-		for {
+		for ; ; answered++ {
 			if _, err := stream.Recv(); err != nil {
 				broken <- err
 				return
 			}
+			if answered < 0 {
+				continue
+			}
+			p.untold.Add(-1)
+			select {
+			case s := <-asked:
+				p.node.plog.Told(s)
+			default: // it answers what nobody has asked
+			}
 		}
 	})
-	defer receiver.Wait()
-	defer cancel()
+	defer func() {
+		cancel()
+		receiver.Wait()
+		p.untold.Add(-int64(taken - max(0, answered))) // lost with the stream; gossip carries them, too
+	}()
 	for {
 		select {
 		case err := <-broken:
@@ -645,10 +757,15 @@ func (p *peer) pushStream() error {
 		case <-p.pushes.wake:
 		}
 		for items := p.pushes.take(64); len(items) > 0; items = p.pushes.take(64) {
+			taken += len(items)
 			for _, i := range items {
 				// Send blocks while the peer's window is full: a peer that takes
 				// nothing for so long loses the stream, not us.
 				stalled := time.AfterFunc(pushTimeout, cancel)
+				select {
+				case asked <- i.sequence:
+				case <-ctx.Done():
+				}
 				err := stream.Send(i.message(from))
 				stalled.Stop()
 				if err != nil {

@@ -25,13 +25,15 @@ import (
 //	publish:  the manager holds the pages → the word is set → the log announces
 //	end:      the word is cleared → the log releases → the manager frees
 //
-// Nothing in between waits: what is to be sent is returned to be sent after.
+// Nothing in between waits: the log keeps what is to be gossiped, and flush hands
+// it over afterwards.
 type owner struct {
 	manager *manager.Manager
 	log     *publish.Log
 	seals   *memory.SealTable
 	holds   *holds
-	most    int // live publications
+	keyring *keyring // signs references
+	most    int      // live publications
 
 	mu        sync.Mutex
 	published map[manager.PublicationID]*published
@@ -46,6 +48,8 @@ type published struct {
 	seal     uint32
 	value    manager.Publication // as last published
 	sequence id.Sequence         // of the newest announcement
+	deferred bool                // which waits for room in gossip
+	given    string              // reference, as given out last
 	session  *session            // who is told when it ends; nil: nobody
 	created  time.Time
 }
@@ -66,9 +70,9 @@ type publishOptions struct {
 }
 
 // newOwner takes a log and holds that have room for most publications.
-func newOwner(m *manager.Manager, log *publish.Log, seals *memory.SealTable, h *holds, most int) *owner {
+func newOwner(m *manager.Manager, log *publish.Log, seals *memory.SealTable, h *holds, k *keyring, most int) *owner {
 	return &owner{
-		manager: m, log: log, seals: seals, holds: h, most: most,
+		manager: m, log: log, seals: seals, holds: h, keyring: k, most: most,
 		published: make(map[manager.PublicationID]*published),
 		bySeq:     make(map[id.Sequence]*published),
 		ended:     make(map[string]uint64),
@@ -78,8 +82,7 @@ func newOwner(m *manager.Manager, log *publish.Log, seals *memory.SealTable, h *
 // offer is what came of a publish.
 type offer struct {
 	published
-	full []byte // the announcement with all its pages
-	out  publish.Output
+	full []byte   // the announcement with all its pages
 	ends []ending // the publication itself, if it could not go on
 }
 
@@ -127,7 +130,10 @@ func (o *owner) publish(now time.Time, s *session, r id.Request, po publishOptio
 		return o.failLocked(now, p, fmt.Errorf("publish %q: %w", r, err))
 	}
 	p.sequence = announced.Sequence
-	return offer{published: *p, full: announced.Full, out: announced.Output}, nil
+	if p.given, err = p.reference(o.keyring.current()); err != nil {
+		return o.failLocked(now, p, fmt.Errorf("publish %q: %w", r, err))
+	}
+	return offer{published: *p, full: announced.Full}, nil
 }
 
 // publishes says that a live publication is the request's.
@@ -143,64 +149,58 @@ func (o *owner) failLocked(now time.Time, p *published, err error) (offer, error
 	if cause == "" {
 		cause = "failed"
 	}
-	ends, out := o.unsealLocked(now, []manager.PublicationID{p.id}, cause)
-	return offer{out: out, ends: ends}, err
+	return offer{ends: o.unsealLocked(now, []manager.PublicationID{p.id}, cause)}, err
 }
 
 // remove ends a request; see [manager.Manager.Remove].
-func (o *owner) remove(now time.Time, r id.Request, discard bool) ([]ending, publish.Output, error) {
+func (o *owner) remove(now time.Time, r id.Request, discard bool) ([]ending, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	removed, err := o.manager.Remove(r, discard)
-	ends, out := o.unsealLocked(now, removed.Unseal, "revoked")
-	return ends, out, err
+	return o.unsealLocked(now, removed.Unseal, "revoked"), err
 }
 
 // reset empties a request; see [manager.Manager.Reset].
-func (o *owner) reset(now time.Time, r id.Request, free bool) ([]ending, publish.Output, error) {
+func (o *owner) reset(now time.Time, r id.Request, free bool) ([]ending, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	removed, err := o.manager.Reset(r, free)
-	ends, out := o.unsealLocked(now, removed.Unseal, "revoked")
-	return ends, out, err
+	return o.unsealLocked(now, removed.Unseal, "revoked"), err
 }
 
 // unseal ends publications whose pages the manager has taken from a request.
-func (o *owner) unseal(now time.Time, ids []manager.PublicationID) ([]ending, publish.Output) {
+func (o *owner) unseal(now time.Time, ids []manager.PublicationID) []ending {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.unsealLocked(now, ids, "revoked")
 }
 
 // revoke ends one publication.
-func (o *owner) revoke(now time.Time, s id.Sequence) ([]ending, publish.Output, error) {
+func (o *owner) revoke(now time.Time, s id.Sequence) ([]ending, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	p := o.bySeq[s]
 	if p == nil {
-		return nil, publish.Output{}, publish.ErrUnknown
+		return nil, publish.ErrUnknown
 	}
-	ends, out := o.unsealLocked(now, []manager.PublicationID{p.id}, "revoked")
-	return ends, out, nil
+	return o.unsealLocked(now, []manager.PublicationID{p.id}, "revoked"), nil
 }
 
 // sweep ends every publication that is due.
-func (o *owner) sweep(now time.Time) ([]ending, publish.Output) {
+func (o *owner) sweep(now time.Time) []ending {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	var ends []ending
-	var out publish.Output
 	for _, due := range o.holds.due(now) {
 		if p := o.bySeq[due.seq]; p != nil {
-			ends, out = o.freeLocked(now, p, due, ends, out)
+			ends = append(ends, o.freeLocked(now, p, due))
 		}
 	}
-	return ends, out
+	return ends
 }
 
-func (o *owner) unsealLocked(now time.Time, ids []manager.PublicationID, cause string) ([]ending, publish.Output) {
+func (o *owner) unsealLocked(now time.Time, ids []manager.PublicationID, cause string) []ending {
 	var ends []ending
-	var out publish.Output
 	for _, i := range ids {
 		p := o.published[i]
 		if p == nil { // the manager held it, but it was never announced
@@ -208,23 +208,22 @@ func (o *owner) unsealLocked(now time.Time, ids []manager.PublicationID, cause s
 			continue
 		}
 		end := heldEnd{seq: p.name.Sequence, cause: cause, readers: o.holds.end(now, p.name.Sequence, cause)}
-		ends, out = o.freeLocked(now, p, end, ends, out)
+		ends = append(ends, o.freeLocked(now, p, end))
 	}
-	return ends, out
+	return ends
 }
 
 // freeLocked is the owner's rule: the word first, everything else after.
-func (o *owner) freeLocked(now time.Time, p *published, end heldEnd, ends []ending, out publish.Output) ([]ending, publish.Output) {
+func (o *owner) freeLocked(now time.Time, p *published, end heldEnd) ending {
 	o.seals.Store(p.seal, 0)
-	released, err := o.log.Release(now, p.id)
-	if err != nil && !errors.Is(err, publish.ErrUnknown) {
+	if err := o.log.Release(now, p.id); err != nil && !errors.Is(err, publish.ErrUnknown) {
 		panic(fmt.Sprintf("release %s: %v", p.name, err)) // we hold it, so the log does
 	}
 	o.manager.Unsealed(p.id)
 	delete(o.published, p.id)
 	delete(o.bySeq, p.name.Sequence)
 	o.ended[end.cause]++
-	return append(ends, ending{p, end.cause, end.readers}), merge(out, released)
+	return ending{p, end.cause, end.readers}
 }
 
 // find returns a live publication of ours for a peer, with all its pages. The
@@ -329,17 +328,9 @@ func (p published) reference(keys wire.Keys) (string, error) {
 	return keys.Encode(wire.Reference{Publication: p.name, Request: p.value.Request, Seal: p.seal})
 }
 
-func merge(a, b publish.Output) publish.Output {
-	return publish.Output{
-		Broadcast: append(a.Broadcast, b.Broadcast...),
-		Send:      append(a.Send, b.Send...),
-		Resync:    append(a.Resync, b.Resync...),
-		Newer:     max(a.Newer, b.Newer),
-	}
-}
-
 // publish is one publish of an engine: held, sealed, announced, and pushed to
-// the node that is to read it.
+// the node that is to read it. If gossip is under more load than it takes, it
+// takes 2 ms, and the announcement may be deferred.
 func (n *Node) publish(s *session, r id.Request, po publishOptions) (published, error) {
 	// What has begun may go on, so that its readers come to an end.
 	if n.isDraining() && !n.owner.publishes(r) {
@@ -348,22 +339,22 @@ func (n *Node) publish(s *session, r id.Request, po publishOptions) (published, 
 	po.hold = min(cmp.Or(po.hold, n.config.Timers.Hold), n.config.Timers.MaxHold)
 	o, err := n.owner.publish(time.Now(), s, r, po)
 	if err != nil {
-		n.announceEnds(o.ends, o.out)
+		n.announceEnds(o.ends)
 		return published{}, err
 	}
 	// The push is the fast way; gossip reaches everybody else, and the target
 	// too if the push is lost.
-	if peer := n.peers.byNode(po.target); peer != nil {
-		peer.push(pushItem{announcement: o.full, request: o.value.Request})
+	if peer := n.peers.target(po.target); peer != nil {
+		peer.push(pushItem{announcement: o.full, sequence: o.sequence, request: o.value.Request})
 	}
-	n.send(o.out)
+	o.deferred = n.flushOwn(o.published)
 	n.kickSweep() // its hold may be the next to run out
 	return o.published, nil
 }
 
 // announceEnds tells readers and engines what has ended.
-func (n *Node) announceEnds(ends []ending, out publish.Output) {
-	n.send(out)
+func (n *Node) announceEnds(ends []ending) {
+	n.flush()
 	for _, e := range ends {
 		for _, reader := range e.readers {
 			if peer := n.peers.byLife(reader); peer != nil {
@@ -371,15 +362,15 @@ func (n *Node) announceEnds(ends []ending, out publish.Output) {
 			}
 		}
 		if e.session != nil {
-			reference, _ := e.reference(n.keys) // it was made before, at publish
-			e.session.emit(releasedEvent(e.value.Request, reference, e.cause))
+			e.session.emit(releasedEvent(e.value.Request, e.given, e.cause))
 		}
 		n.metrics.holdSeconds.Observe(time.Since(e.created).Seconds())
 	}
 }
 
-// send hands gossip to the cluster. It does not block: what is dropped there
-// is counted there, and repaired by the owner.
+// send hands to the cluster what the board says, and what the log says from time
+// to time. It does not block: what is dropped there is counted there, and said
+// again or repaired by its owner.
 func (n *Node) send(out publish.Output) {
 	for _, item := range out.Broadcast {
 		_ = n.cluster.Broadcast(item)

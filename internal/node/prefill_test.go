@@ -30,7 +30,7 @@ func newTestOwner(t *testing.T, timers holdTimers, most int) *owner {
 	}
 	t.Cleanup(func() { seals.Close() })
 	timers.live = most
-	return newOwner(m, publish.NewLog(publish.LogOptions{Life: life, Live: most}), seals, newHolds(timers), most)
+	return newOwner(m, publish.NewLog(publish.LogOptions{Life: life, Live: most}), seals, newHolds(timers), &keyring{}, most)
 }
 
 // written ingests a request and commits tokens of it.
@@ -83,7 +83,7 @@ func TestFullOwnerRefusesAndForgets(t *testing.T) {
 	if _, err := o.publish(now, nil, "r1", publishOptions{hold: time.Minute, final: true}); err != nil {
 		t.Errorf("growing finds no room: %v", err)
 	}
-	if _, _, err := o.revoke(now, 2); err != nil {
+	if _, err := o.revoke(now, 2); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := o.publish(now, nil, "r3", publishOptions{hold: time.Minute}); err != nil {
@@ -97,21 +97,21 @@ func TestOwnersRule(t *testing.T) {
 	reader := reader{life: id.Life{Node: "beta", Incarnation: 1}, attempt: 1}
 	for name, end := range map[string]func(t *testing.T, o *owner, p published) (ends []ending, cause string){
 		"removed": func(t *testing.T, o *owner, p published) ([]ending, string) {
-			ends, _, err := o.remove(time.Now(), "r1", true)
+			ends, err := o.remove(time.Now(), "r1", true)
 			if err != nil {
 				t.Error(err)
 			}
 			return ends, "revoked"
 		},
 		"reset": func(t *testing.T, o *owner, p published) ([]ending, string) {
-			ends, _, err := o.reset(time.Now(), "r1", true)
+			ends, err := o.reset(time.Now(), "r1", true)
 			if err != nil {
 				t.Error(err)
 			}
 			return ends, "revoked"
 		},
 		"revoked": func(t *testing.T, o *owner, p published) ([]ending, string) {
-			ends, _, err := o.revoke(time.Now(), p.name.Sequence)
+			ends, err := o.revoke(time.Now(), p.name.Sequence)
 			if err != nil {
 				t.Error(err)
 			}
@@ -119,11 +119,11 @@ func TestOwnersRule(t *testing.T) {
 		},
 		"expired": func(t *testing.T, o *owner, p published) ([]ending, string) {
 			time.Sleep(29 * time.Second)
-			if ends, _ := o.sweep(time.Now()); len(ends) > 0 {
+			if ends := o.sweep(time.Now()); len(ends) > 0 {
 				t.Errorf("%v ended before its hold", ends)
 			}
 			time.Sleep(time.Second)
-			ends, _ := o.sweep(time.Now())
+			ends := o.sweep(time.Now())
 			return ends, "expired"
 		},
 		"read": func(t *testing.T, o *owner, p published) ([]ending, string) {
@@ -132,7 +132,7 @@ func TestOwnersRule(t *testing.T) {
 			}
 			time.Sleep(15 * time.Second)
 			o.holds.acknowledge(time.Now(), p.name.Sequence, reader, kvferrypb.CompleteItem_LANDED)
-			ends, _ := o.sweep(time.Now())
+			ends := o.sweep(time.Now())
 			return ends, "released"
 		},
 		"abandoned by its reader": func(t *testing.T, o *owner, p published) ([]ending, string) {
@@ -141,11 +141,11 @@ func TestOwnersRule(t *testing.T) {
 				t.Error(err)
 			}
 			time.Sleep(19 * time.Second)
-			if ends, _ := o.sweep(time.Now()); len(ends) > 0 {
+			if ends := o.sweep(time.Now()); len(ends) > 0 {
 				t.Errorf("%v ended under its lease", ends)
 			}
 			time.Sleep(time.Second)
-			ends, _ := o.sweep(time.Now())
+			ends := o.sweep(time.Now())
 			return ends, "expired"
 		},
 	} {
@@ -161,7 +161,7 @@ func TestOwnersRule(t *testing.T) {
 					t.Error("announced, and the word is not set")
 				}
 				if name != "reset" && name != "removed" {
-					if _, _, err := o.remove(time.Now(), "r1", false); err != nil {
+					if _, err := o.remove(time.Now(), "r1", false); err != nil {
 						t.Fatal(err)
 					}
 					if c := o.manager.Counts(); c.Limbo != 3 || !o.sealed(t, p.seal) {
@@ -178,7 +178,7 @@ func TestOwnersRule(t *testing.T) {
 				if c := o.manager.Counts(); c.Limbo != 0 || c.Publications != 0 || name != "reset" && c.Free != 63 {
 					t.Errorf("%+v", c)
 				}
-				if _, _, err := o.revoke(time.Now(), p.name.Sequence); !errors.Is(err, publish.ErrUnknown) {
+				if _, err := o.revoke(time.Now(), p.name.Sequence); !errors.Is(err, publish.ErrUnknown) {
 					t.Errorf("it ends again: %v", err)
 				}
 				if _, err := o.holds.lease(time.Now(), p.name.Sequence, reader); !errors.Is(err, publish.ErrEnded) {
@@ -207,13 +207,13 @@ func TestPublishAfterTheHold(t *testing.T) {
 		if !errors.Is(err, publish.ErrEnded) {
 			t.Fatalf("publish: %v, want ErrEnded", err)
 		}
-		if len(late.ends) != 1 || late.ends[0].cause != "expired" || len(late.out.Broadcast) == 0 || o.sealed(t, p.seal) {
+		if len(late.ends) != 1 || late.ends[0].cause != "expired" || o.log.Stats().Waiting == 0 || o.sealed(t, p.seal) {
 			t.Errorf("%+v, sealed %v", late, o.sealed(t, p.seal))
 		}
 		if f, _ := failureOf(err); f.GetCode() != kvferrypb.Failure_STALE && f.GetCode() != kvferrypb.Failure_EXPIRED {
 			t.Errorf("%v", f)
 		}
-		if ends, _ := o.sweep(time.Now()); len(ends) != 0 {
+		if ends := o.sweep(time.Now()); len(ends) != 0 {
 			t.Errorf("it ends twice: %+v", ends)
 		}
 	})

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -33,6 +35,11 @@ const (
 	maxPeerConns   = 2 * maxPeers
 	maxEngineConns = 1024
 	maxHTTPConns   = 256
+)
+
+const (
+	connectTime = 5 * time.Second // for a caller to shake hands
+	stopTime    = time.Second     // for calls to end when a service closes
 )
 
 // errPort is a taken port; the text names it and what to set.
@@ -71,7 +78,8 @@ func (n *Node) openPeerService(ctx context.Context) error {
 	if n.addresses.Peer, err = n.advertised(l.Addr()); err != nil {
 		return errors.Join(err, l.Close())
 	}
-	s := grpc.NewServer(append(limits(), grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
+	s := grpc.NewServer(append(limits(), grpc.Creds(n.peerServerCredentials()),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
 	kvferrypb.RegisterPeerServer(s, peerService{node: n})
 	grpc_health_v1.RegisterHealthServer(s, healthService{node: n})
 	n.serve(s, bounded(l, maxPeerConns))
@@ -111,7 +119,7 @@ func (n *Node) openEngineService(ctx context.Context) error {
 func limits() []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(kvferrypb.MaxMessage), grpc.MaxSendMsgSize(kvferrypb.MaxMessage),
-		grpc.MaxConcurrentStreams(4096), grpc.ConnectionTimeout(5 * time.Second), grpc.MaxHeaderListSize(16 << 10),
+		grpc.MaxConcurrentStreams(4096), grpc.ConnectionTimeout(connectTime), grpc.MaxHeaderListSize(16 << 10),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
 		grpc.UnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (any, error) {
 			res, err := handle(ctx, req)
@@ -125,7 +133,7 @@ func limits() []grpc.ServerOption {
 
 // serve lets a gRPC server serve l from the end of the start on; the closer ends
 // it and waits for its calls.
-func (n *Node) serve(s *grpc.Server, l net.Listener) {
+func (n *Node) serve(s *grpc.Server, l *boundedListener) {
 	var work sync.WaitGroup
 	n.begin = append(n.begin, func() {
 		work.Go(func() {
@@ -135,7 +143,10 @@ func (n *Node) serve(s *grpc.Server, l net.Listener) {
 		})
 	})
 	n.closers = append(n.closers, func() error {
-		stopped := time.AfterFunc(time.Second, s.Stop) // calls that do not end by themselves
+		stopped := time.AfterFunc(stopTime, func() { // calls that do not end by themselves
+			l.cut() // gRPC waits for handshakes
+			s.Stop()
+		})
 		s.GracefulStop()
 		stopped.Stop()
 		_ = l.Close() // it was never served, if the start failed
@@ -145,13 +156,17 @@ func (n *Node) serve(s *grpc.Server, l net.Listener) {
 }
 
 // bounded is l with at most so many connections at once.
-func bounded(l net.Listener, most int) net.Listener {
-	return &boundedListener{Listener: l, places: make(chan struct{}, most)}
+func bounded(l net.Listener, most int) *boundedListener {
+	return &boundedListener{Listener: l, most: most, open: make(map[*boundedConn]struct{})}
 }
 
 type boundedListener struct {
 	net.Listener
-	places chan struct{} // a place for each connection
+	most int
+
+	mu   sync.Mutex
+	open map[*boundedConn]struct{}
+	over bool // cut was called
 }
 
 func (l *boundedListener) Accept() (net.Conn, error) {
@@ -160,22 +175,47 @@ func (l *boundedListener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		select {
-		case l.places <- struct{}{}:
-			return &boundedConn{Conn: c, leave: sync.OnceFunc(func() { <-l.places })}, nil
-		default:
-			_ = c.Close()
+		if b := l.admit(c); b != nil {
+			return b, nil
 		}
+		_ = c.Close()
+	}
+}
+
+// admit returns nil if there is no room.
+func (l *boundedListener) admit(c net.Conn) *boundedConn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.over || len(l.open) >= l.most {
+		return nil
+	}
+	b := &boundedConn{Conn: c, listener: l}
+	l.open[b] = struct{}{}
+	return b
+}
+
+// cut closes every connection.
+func (l *boundedListener) cut() {
+	l.mu.Lock()
+	l.over = true
+	open := slices.Collect(maps.Keys(l.open))
+	l.mu.Unlock()
+	for _, c := range open {
+		_ = c.Close()
 	}
 }
 
 type boundedConn struct {
 	net.Conn
-	leave func()
+	listener *boundedListener
 }
 
 func (c *boundedConn) Close() error {
-	defer c.leave()
+	defer func() {
+		c.listener.mu.Lock()
+		defer c.listener.mu.Unlock()
+		delete(c.listener.open, c)
+	}()
 	return c.Conn.Close()
 }
 

@@ -6,7 +6,7 @@ import (
 
 // Intervals of the sweeper, which runs on its own clock and never on traffic.
 const (
-	tickInterval    = 10 * time.Millisecond // gaps and checkpoints
+	tickInterval    = 10 * time.Millisecond // gossip that waits, checkpoints, beacons, gaps
 	stateInterval   = time.Second           // checkpoints for push/pull
 	sessionInterval = 500 * time.Millisecond
 	maxSweepAge     = 5 * time.Second // older than this, the node is not ready
@@ -30,7 +30,9 @@ func (n *Node) sweep() {
 			return
 		case now := <-tick.C:
 			n.swept.Store(now.UnixNano())
+			n.flush()
 			n.send(n.plog.Tick(now))
+			n.send(n.plog.Beacon(now, n.board.Members))
 			n.send(n.board.Tick(now))
 			continue
 		case <-state.C:

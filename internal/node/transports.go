@@ -64,6 +64,7 @@ func (n *Node) openTCP() (*tcp.Transport, error) {
 		Local:     transfer.Local{Life: n.life, Arenas: n.arenas, Seals: n.seals},
 		Bind:      bind,
 		Advertise: advertise,
+		Identity:  n.identity,
 		Limits:    transfer.Limits{Dial: limits.Dial, Stall: n.config.Timers.Stall, Base: limits.Base, Rate: int64(limits.Rate)},
 		Logger:    n.log,
 	})

@@ -227,18 +227,17 @@ func (p *pair) end(t *rapid.T, i manager.PublicationID) {
 		t.Fatal(err)
 	}
 	p.owner.seals.Store(seal, 0)
-	out, err := p.log.Release(p.now, i)
-	if err != nil {
+	if err := p.log.Release(p.now, i); err != nil {
 		t.Fatal(err)
 	}
-	p.gossip(t, out)
+	p.gossip(t)
 	p.owner.m.Unsealed(i)
 	delete(p.live, i)
 }
 
 // gossip delivers at random: what is lost is lost.
-func (p *pair) gossip(t *rapid.T, out publish.Output) {
-	for _, item := range out.Broadcast {
+func (p *pair) gossip(t *rapid.T) {
+	for _, item := range p.log.Outgoing(p.now, 1<<20) {
 		if rapid.IntRange(0, 9).Draw(t, "lose") < 3 {
 			p.counts["gossip lost"]++
 			continue
@@ -266,7 +265,7 @@ func (p *pair) publish(t *rapid.T, r id.Request, final bool) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.gossip(t, announced.Output)
+	p.gossip(t)
 	if rapid.Bool().Draw(t, "push") {
 		if _, err := p.board.Learn(p.now, p.owner.life, announced.Full, r); err != nil {
 			mayFail(t, "learn", err, publish.ErrEnded)
