@@ -13,7 +13,8 @@ import (
 )
 
 const (
-	inboxMessages = 16384 // at most 23 MiB
+	inboxMessages = 16384 // of items, at most 23 MiB
+	inboxCalls    = 1024  // asks, answers, and goodbyes
 	inboxStates   = 8     // at most 8 MiB
 )
 
@@ -105,12 +106,17 @@ type inbox struct {
 	mu       sync.Mutex
 	closed   bool
 	messages [][]byte
+	calls    [][]byte
 	states   [][]byte
 }
 
 func (i *inbox) message(b []byte) {
 	if len(b) > maxMessage {
 		i.count.badMessages.Add(1)
+		return
+	}
+	if len(b) > 1 && b[1] != kindItems {
+		i.put(&i.calls, inboxCalls, b)
 		return
 	}
 	i.put(&i.messages, inboxMessages, b)
@@ -138,7 +144,17 @@ func (i *inbox) put(queue *[][]byte, most int, b []byte) {
 	poke(i.wake)
 }
 
-// take empties the inbox.
+// takeCalls removes the calls, which do not wait behind items, nor are lost
+// among too many of them.
+func (i *inbox) takeCalls() [][]byte {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	calls := i.calls
+	i.calls = nil
+	return calls
+}
+
+// take removes the others.
 func (i *inbox) take() (states, messages [][]byte) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -151,5 +167,5 @@ func (i *inbox) close() {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.closed = true
-	i.states, i.messages = nil, nil
+	i.states, i.calls, i.messages = nil, nil, nil
 }

@@ -158,9 +158,12 @@ func TestStockQueueIsNotUsed(t *testing.T) {
 
 func TestInboxIsBounded(t *testing.T) {
 	c := newCallbacks(id.Life{Node: "a", Incarnation: 1}, Meta{}, localhost, &counters{})
-	b := []byte("message")
+	b := encodeItems([][]byte{[]byte("item")})
 	for range inboxMessages + 5 {
 		c.NotifyMsg(b)
+	}
+	for range inboxCalls + 3 { // too many items are no reason to drop them
+		c.NotifyMsg([]byte{messageVersion, kindBye})
 	}
 	for range inboxStates + 2 {
 		c.MergeRemoteState(b, false)
@@ -169,14 +172,15 @@ func TestInboxIsBounded(t *testing.T) {
 	c.MergeRemoteState(make([]byte, MaxState+1), false)
 	b[0] = 'X' // not ours after the call
 	states, messages := c.inbox.take()
-	if len(states) != inboxStates || len(messages) != inboxMessages {
-		t.Errorf("%d states and %d messages", len(states), len(messages))
+	calls := c.inbox.takeCalls()
+	if len(states) != inboxStates || len(calls) != inboxCalls || len(messages) != inboxMessages {
+		t.Errorf("%d states, %d calls, and %d messages", len(states), len(calls), len(messages))
 	}
-	if string(messages[0]) != "message" {
+	if messages[0][0] != messageVersion {
 		t.Error("the message was not copied")
 	}
-	if d, bad := c.count.queueDrops.Load(), c.count.badMessages.Load(); d != 7 || bad != 2 {
-		t.Errorf("%d drops and %d bad ones were counted, want 7 and 2", d, bad)
+	if d, bad := c.count.queueDrops.Load(), c.count.badMessages.Load(); d != 10 || bad != 2 {
+		t.Errorf("%d drops and %d bad ones were counted, want 10 and 2", d, bad)
 	}
 	c.close()
 	c.NotifyMsg(b)

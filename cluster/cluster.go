@@ -138,6 +138,8 @@ type Options struct {
 	Linger   time.Duration      // how long an item waits for company in its packet; default 0
 	Handler  Handler            // required
 	Logger   *slog.Logger       // default: silent
+
+	tune func(*memberlist.Config) // of tests: the network between members
 }
 
 // Stats are counters since the start, and gauges.
@@ -453,7 +455,7 @@ func (c *Cluster) serve() {
 		case <-tick.C:
 			c.reconcile()
 		}
-		c.settle()
+		c.attend()
 		states, messages := c.calls.inbox.take()
 		for _, s := range states {
 			if c.over() {
@@ -465,12 +467,23 @@ func (c *Cluster) serve() {
 			if c.over() {
 				return
 			}
-			if i%64 == 63 { // a flood of messages must not delay a death
-				c.settle()
+			if i%64 == 63 { // a flood of items must not delay a death
+				c.attend()
 			}
 			c.receive(b)
 		}
 	}
+}
+
+// attend answers calls, and tells the Handler what has changed in the roster.
+func (c *Cluster) attend() {
+	for _, b := range c.calls.inbox.takeCalls() {
+		if c.over() {
+			return
+		}
+		c.receive(b)
+	}
+	c.settle()
 }
 
 // settle tells the Handler what has changed in the roster.

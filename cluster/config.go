@@ -72,6 +72,9 @@ func (c *Cluster) config(o Options) *memberlist.Config {
 
 	m.GossipVerifyIncoming, m.GossipVerifyOutgoing = true, true
 	m.Keyring = c.keys.list
+	if o.tune != nil {
+		o.tune(m)
+	}
 	return m
 }
 

@@ -162,6 +162,9 @@ func (s *stream) Write(b []byte) (int, error) {
 			err = fmt.Errorf("%w: %w", err, cause)
 		}
 	}
+	if err != nil && !s.inbound {
+		s.Close() // memberlist does not, if it cannot write the label
+	}
 	return n, err
 }
 
