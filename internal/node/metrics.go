@@ -83,6 +83,9 @@ func newMetrics(n *Node) *metrics {
 	m.notPassed = counter(droppedTotal, droppedHelp, "reason").WithLabelValues("not_passed")
 
 	m.retrieveSeconds.WithLabelValues("read")
+	for _, by := range n.config.Transfer.Transports {
+		m.retrievals.WithLabelValues("ok", by)
+	}
 	for vec, values := range map[*prometheus.CounterVec][]string{
 		m.stale: {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
 		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "push", "push_pull"},

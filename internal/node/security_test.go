@@ -338,8 +338,10 @@ func TestRefusedRead(t *testing.T) {
 	d := openEngine(t, decode)
 	imp := startDisguised(t, decode, nil, disguise{peer: own, gossip: own, data: other})
 	awaitImpostor(t, decode, false)
-	_, ref := imp.announce(t, honest("r1"))
-	imp.gossip(t)
+	pub, ref := imp.announce(t, honest("r1"))
+	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) {
+		return &kvferrypb.Announcement{Message: pub.Full, Request: "r1"}, nil
+	}
 	d.ingest("r1")
 	start := time.Now()
 	res, err := d.retrieve("r1", ref, 0, deadline)
