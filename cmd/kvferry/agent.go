@@ -37,8 +37,7 @@ standard output, and nothing else ever does.`,
 			if err != nil {
 				return err
 			}
-			logger := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
-			return serve(cmd, conf, logger)
+			return serve(cmd, conf, newLogger(cmd.ErrOrStderr(), level))
 		},
 	}
 	cmd.Flags().StringVarP(&file, "config", "c", "", "the configuration")
