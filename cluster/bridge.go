@@ -32,7 +32,7 @@ func (b *bridge) Write(p []byte) (int, error) {
 	case isRefusal(p):
 		b.count.badMessages.Add(1)
 	}
-	if bytes.Contains(p, []byte(errStranger.Error())) {
+	if bytes.Contains(p, []byte(errStranger.Error())) || bytes.Contains(p, []byte(errKeys.Error())) {
 		return len(p), nil // it was told of
 	}
 	if isKeyTrouble(string(p)) {

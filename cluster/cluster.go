@@ -29,8 +29,10 @@
 // no member for us, gossip key or not (prove.go).
 //
 // What a gossip key alone can do: read and forge items, forge goodbyes, deaths,
-// and newer lives, so have a member leave or a node fenced, change the gossip
-// keys, and be gossiped to by memberlist. Nothing that items say may therefore be
+// and newer lives, so have a member leave or a node fenced, and be gossiped to by
+// memberlist; without certificates also get all other keys, and change them. With
+// them keys travel over TLS only, between members that prove their names
+// (fetch.go). Nothing that items say may therefore be
 // believed further than as a hint. Packets can be recorded and sent again:
 // membership and rings only ever move forward, items are their owner's business.
 // A stranger can occupy the few streams that push/pull needs, and delay what is
@@ -43,8 +45,8 @@
 // were away ask for it before they call, under whatever key they still share
 // (envelope.go, tend.go). Packets are encrypted under random nonces, so of those
 // under one key there should not be more than 2^32 in the whole cluster
-// ([Stats].KeyPackets), and a new key travels under an old one: rotation is no
-// cure for one that was stolen.
+// ([Stats].KeyPackets). Without certificates a new key travels under an old one:
+// rotation is then no cure for one that was stolen.
 package cluster
 
 import (
@@ -201,6 +203,7 @@ type Cluster struct {
 	leaving   leaving
 
 	rotating    chan struct{} // a token: who holds it changes the gossip keys of all
+	errands     chan errand   // rings to be fetched; nil: they come in packets
 	ringTrouble hush
 
 	done <-chan struct{} // closed by Close
@@ -261,6 +264,8 @@ func start(o Options) (*Cluster, error) {
 	c.calls.ring.most = offerBytes(o)
 	if o.Identity != nil {
 		c.calls.roster.proves = make(chan struct{}, 1)
+		c.errands = make(chan errand, fetchQueue)
+		t.reply = c.answerKeys
 	}
 	c.bridge = &bridge{log: log, roster: &c.calls.roster, count: count, keys: c.keys.hint}
 	c.list, err = memberlist.Create(c.config(o))
@@ -273,6 +278,11 @@ func start(o Options) (*Cluster, error) {
 	c.work.Go(func() { c.join(ctx) })
 	if !c.keys.plain() {
 		c.work.Go(func() { c.tend(ctx) })
+		if c.errands != nil {
+			for range fetchers {
+				c.work.Go(func() { c.fetch(ctx) })
+			}
+		}
 	}
 	if o.Identity != nil {
 		for range provers {

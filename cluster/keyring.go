@@ -26,6 +26,9 @@ const (
 	MaxKeys = 8
 	// maxGeneration leaves room for changes whatever a member claims.
 	maxGeneration = 1 << 48
+	// maxLeap is how many changes a member may have missed: nobody is to use up
+	// the generations.
+	maxLeap = 1 << 20
 	// maxQuestions bounds those that wait for answers.
 	maxQuestions = 256
 )
@@ -227,6 +230,8 @@ func (k *keyring) replace(ctx context.Context, next Ring, base *edition) (change
 		return false, fmt.Errorf("%s is in use: %w", is, ErrOvertaken)
 	case !next.edition().newer(is):
 		return false, nil
+	case next.Generation-is.generation > maxLeap:
+		return false, fmt.Errorf("generation %d of the ring of gossip keys is too far from %d, which is in use", next.Generation, is.generation)
 	}
 	next = next.clone()
 	if k.save != nil {
@@ -302,8 +307,8 @@ func (k *keyring) envelope(nonce uint64) []byte {
 }
 
 // reply is the answer to a question that a key has opened, with our keys if they
-// are news to who asks; nil if the key has been removed meanwhile.
-func (k *keyring) reply(self id.Life, question message, key KeyID) []byte {
+// are news to who asks, and wanted; nil if the key has been removed meanwhile.
+func (k *keyring) reply(self id.Life, question message, key KeyID, withKeys bool) []byte {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	at := slices.Index(k.edition.ids, key)
@@ -311,7 +316,7 @@ func (k *keyring) reply(self id.Life, question message, key KeyID) []byte {
 		return nil
 	}
 	var keys [][]byte
-	if k.edition.newer(question.edition) {
+	if withKeys && k.edition.newer(question.edition) {
 		keys = k.ring.Keys
 	}
 	return seal(k.label, encodeRingAnswer(question.nonce, self, k.edition, keys, k.trouble), k.locks[at])

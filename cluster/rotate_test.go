@@ -508,7 +508,7 @@ func TestReplayedRingsChangeNothing(t *testing.T) {
 	record := func() {
 		for _, m := range all {
 			question := m.keys.envelope(m.keys.idle)
-			recorded = append(recorded, question, m.keys.reply(m.Life(), message{nonce: m.keys.idle, edition: ringOf(0, 1).edition()}, IDOf(m.Ring().Keys[0])))
+			recorded = append(recorded, question, m.keys.reply(m.Life(), message{nonce: m.keys.idle, edition: ringOf(0, 1).edition()}, IDOf(m.Ring().Keys[0]), true))
 			conn, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(m.Gossip()))
 			must(t, err)
 			if answer := exchange(conn, outsider.envelope(m.keys.idle)); answer != nil {

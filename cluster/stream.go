@@ -140,6 +140,11 @@ func (s *stream) Read(b []byte) (int, error) {
 		s.begun = true
 	}
 	switch {
+	case s.tls != nil && s.inbound && isAboutKeys(b[:n]) && s.t.reply != nil:
+		if reply := s.t.reply(b[:n]); reply != nil {
+			_, _ = s.Conn.Write(reply) // who does not get it asks again
+		}
+		return 0, errKeys
 	case s.tls != nil && !s.inbound && err != nil: // the other side may have refused our certificate
 		err = identity.Explain(err)
 	case s.tls == nil && s.inbound && n > 0 && b[0] == tlsHandshake:

@@ -42,7 +42,7 @@ func (c *Cluster) tend(ctx context.Context) {
 			} else if m, key, ok := c.keys.open(l.b); !ok {
 				c.counters.badMessages.Add(1)
 			} else if m.kind == kindRingAnswer {
-				c.takeRing(ctx, m)
+				c.takeRing(ctx, m, l.from)
 			} else if answer.allow(now) {
 				c.giveRing(m, key, l.from)
 			} else {
@@ -61,9 +61,10 @@ func (c *Cluster) tend(ctx context.Context) {
 	}
 }
 
-// giveRing answers a question, and asks in turn who has a newer ring.
+// giveRing answers a question, and asks in turn who has a newer ring. Where names
+// are proved, a packet carries no key.
 func (c *Cluster) giveRing(m message, key KeyID, from netip.AddrPort) {
-	if reply := c.keys.reply(c.life, m, key); reply != nil {
+	if reply := c.keys.reply(c.life, m, key, c.errands == nil); reply != nil {
 		c.transport.post(reply, from)
 	}
 	if _, own := c.keys.now(); m.edition.newer(own) {
@@ -71,12 +72,23 @@ func (c *Cluster) giveRing(m message, key KeyID, from netip.AddrPort) {
 	}
 }
 
-// takeRing takes the ring of an answer if it is newer, and passes the news on.
-func (c *Cluster) takeRing(ctx context.Context, m message) {
-	if !c.keys.asked(m.nonce) {
+// takeRing takes the ring of an answer if it is newer. Where names are proved, it
+// is fetched.
+func (c *Cluster) takeRing(ctx context.Context, m message, from netip.AddrPort) {
+	if !c.keys.asked(m.nonce) || c.errands != nil && len(m.keys) > 0 {
 		c.counters.badMessages.Add(1)
 		return
 	}
+	if _, own := c.keys.now(); c.errands != nil && m.edition.newer(own) {
+		c.send(errand{m, from})
+		return
+	}
+	c.adopt(ctx, m)
+	c.keys.heard(m)
+}
+
+// adopt takes the ring of an answer if it is newer, and passes the news on.
+func (c *Cluster) adopt(ctx context.Context, m message) {
 	changed := false
 	if len(m.keys) > 0 {
 		var err error
@@ -88,7 +100,6 @@ func (c *Cluster) takeRing(ctx context.Context, m message) {
 		}
 	}
 	c.calls.roster.hasRing(m.life.Node, m.edition.ids)
-	c.keys.heard(m)
 	if changed {
 		ring, _ := c.keys.now()
 		c.log.Info("took a newer ring of gossip keys", "from", m.life.Node, "ring", ring)

@@ -58,6 +58,7 @@ type transport struct {
 	packets chan *memberlist.Packet
 	letters chan letter // nil: gossip is plain
 	streams chan net.Conn
+	reply   func(question []byte) []byte // to who has proved a name and asks about gossip keys; set before there are streams
 	slots   chan struct{}
 	held    atomic.Int64    // bytes read by plain streams that are open
 	done    context.Context //nolint:containedctx // for DialTimeout, which memberlist gives none
