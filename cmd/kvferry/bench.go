@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -22,17 +24,26 @@ func newBench(t *target) *cobra.Command {
 		Short: "Measure the transports beside what the machine reaches without them",
 		Long: `Measure what each transport reaches between two processes, beside what the
 machine reaches without it, in interleaved rounds. Where a local cluster is up,
-publish to ready is measured on its first prefill and decode node.
+publish to ready is measured on its first prefill and decode node. Then
+announcements are gossiped in clusters of up to 32 members that are all in this
+process, which takes about two minutes.
 
 What could not be measured is listed with the reason.`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			for _, name := range o.Parts {
+				if !slices.Contains(bench.Parts(), name) {
+					return usage(cmd, "--part=%s: want some of %s", name, strings.Join(bench.Parts(), ","))
+				}
+			}
 			for _, n := range o.ChunkBytes {
 				if n < bench.MinChunkBytes || n > bench.MaxChunkBytes || n%8 != 0 {
 					return usage(cmd, "--chunk=%d: want a multiple of 8, %d to %d", n, bench.MinChunkBytes, bench.MaxChunkBytes)
 				}
 			}
 			switch {
+			case len(o.Parts) == 0:
+				return usage(cmd, "--part is empty")
 			case len(o.ChunkBytes) == 0:
 				return usage(cmd, "--chunk is empty")
 			case o.Concurrency < 1 || o.Concurrency > bench.MaxConcurrency:
@@ -84,6 +95,7 @@ What could not be measured is listed with the reason.`,
 		},
 	}
 	f := cmd.Flags()
+	f.StringSliceVar(&o.Parts, "part", bench.Parts(), "what to measure")
 	f.Int64SliceVar(&o.ChunkBytes, "chunk", []int64{64 << 10}, "bytes of the chunks pulled, multiples of 8")
 	f.IntVar(&o.Concurrency, "concurrency", 1, "reads at once on a link")
 	f.IntVar(&o.Rounds, "rounds", 9, "interleaved rounds")

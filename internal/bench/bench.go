@@ -5,7 +5,9 @@
 //     over both arenas, every byte checked, against iperf3 (iperf.go) with as
 //     many connections;
 //   - ready.go: from publish to ready for one page on a warm pair of nodes;
-//   - plan.go: the cost of planning copies.
+//   - plan.go: the cost of planning copies;
+//   - gossip.go: how far, how fast, and at what cost announcements travel in
+//     clusters (mesh.go) under a load (load.go).
 //
 // Machines are noisy, so what is compared runs in interleaved rounds: a ratio
 // is that of a run and the limit of the same round, and what is reported is the
@@ -25,6 +27,8 @@ import (
 
 // Options set up a Run. A zero field means its default.
 type Options struct {
+	// Parts to measure, of [Parts]; default all.
+	Parts []string
 	// Owner is the argv of a process that calls [ServeOwner] with its standard
 	// input and output, such as this program with a hidden subcommand. Empty:
 	// no pull is measured.
@@ -63,12 +67,35 @@ const (
 	MaxDuration    = time.Hour
 )
 
+// part of a Run.
+type part struct {
+	name string
+	run  func(context.Context, Options, *Report) error
+}
+
+// parts are all there are, in the order in which they run.
+func parts() []part {
+	return []part{{"plan", benchPlan}, {"ready", benchReady}, {"pull", benchPull}, {"gossip", benchGossip}}
+}
+
+// Parts are the names of what can be measured.
+func Parts() []string {
+	var names []string
+	for _, p := range parts() {
+		names = append(names, p.name)
+	}
+	return names
+}
+
 // LeastArena is how many bytes ArenaBytes has to be for the chunks.
 func (o Options) LeastArena() int64 {
 	return 2 * slices.Max(o.ChunkBytes) * int64(o.Concurrency)
 }
 
 func (o Options) withDefaults() (Options, error) {
+	if len(o.Parts) == 0 {
+		o.Parts = Parts()
+	}
 	if len(o.ChunkBytes) == 0 {
 		o.ChunkBytes = []int64{64 << 10}
 	}
@@ -98,6 +125,11 @@ func (o Options) withDefaults() (Options, error) {
 	case o.Samples < 0 || o.Samples > MaxSamples || o.Warmup > MaxSamples:
 		return o, fmt.Errorf("%d samples or %d to warm up are not in 0..%d", o.Samples, o.Warmup, MaxSamples)
 	}
+	for _, name := range o.Parts {
+		if !slices.Contains(Parts(), name) {
+			return o, fmt.Errorf("part %q is none of %v", name, Parts())
+		}
+	}
 	for _, n := range o.ChunkBytes {
 		if n < MinChunkBytes || n > MaxChunkBytes || n%8 != 0 {
 			return o, fmt.Errorf("chunk of %d bytes is not in %d..%d or no multiple of 8", n, MinChunkBytes, MaxChunkBytes)
@@ -119,8 +151,11 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	}
 	r := &Report{Machine: thisMachine(), Rows: []Row{}, Figures: []Figure{}, Missing: []string{}}
 	r.Rounds, r.ArenaBytes, r.PullSeconds = o.Rounds, o.ArenaBytes, o.Duration.Seconds()
-	for _, part := range []func(context.Context, Options, *Report) error{benchPlan, benchReady, benchPull} {
-		if err := part(ctx, o, r); err != nil {
+	for _, p := range parts() {
+		if !slices.Contains(o.Parts, p.name) {
+			continue
+		}
+		if err := p.run(ctx, o, r); err != nil {
 			return nil, fmt.Errorf("bench: %w", err)
 		}
 	}

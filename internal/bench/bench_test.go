@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/goleak"
+
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -25,7 +27,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 // small measures quickly, and nothing that could be relied upon.
@@ -43,7 +45,9 @@ func small(t *testing.T) Options {
 }
 
 func TestRun(t *testing.T) {
-	r, err := Run(t.Context(), small(t))
+	o := small(t)
+	o.Parts = []string{"plan", "ready", "pull"}
+	r, err := Run(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -160,6 +164,7 @@ func TestOwnerThatDies(t *testing.T) {
 
 func TestOptions(t *testing.T) {
 	for name, o := range map[string]Options{
+		"unknown part":    {Parts: []string{"speed"}},
 		"one node":        {Prefill: "/a"},
 		"twice the same":  {Prefill: "/a", Decode: "/a"},
 		"odd chunk":       {ChunkBytes: []int64{100}},

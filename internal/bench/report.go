@@ -1,8 +1,10 @@
 package bench
 
 import (
+	"cmp"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/jedib0t/go-pretty/v6/table"
@@ -18,6 +20,7 @@ type Report struct {
 	ArenaBytes  int64   `json:"arena_bytes"`
 	PullSeconds float64 `json:"pull_seconds"`
 	Rows        []Row   `json:"rows"`
+	Gossip      *Gossip `json:"gossip,omitempty"` // nil: not measured
 	// Figures are the numbers that have a floor or a ceiling.
 	Figures []Figure `json:"figures"`
 	Missing []string `json:"missing"` // what was not measured, and why
@@ -48,6 +51,96 @@ type Row struct {
 	Samples          int64   `json:"samples,omitempty"`
 	NanosPerPage     float64 `json:"ns_per_page,omitempty"`
 	AllocsPerPage    float64 `json:"allocs_per_page,omitempty"`
+}
+
+// Gossip is what was measured of gossip, and how.
+type Gossip struct {
+	Rounds        int         `json:"rounds"`
+	IdleSeconds   float64     `json:"idle_seconds"`   // measured before each load
+	LifeSeconds   float64     `json:"life_seconds"`   // of a publication, at most; half of it at least
+	WindowSeconds float64     `json:"window_seconds"` // measured, of each run
+	SettleSeconds float64     `json:"settle_seconds"` // that all have to know all
+	Rows          []GossipRow `json:"rows"`
+}
+
+// GossipRow is one load on a cluster of one size: medians over its rounds.
+type GossipRow struct {
+	Nodes int `json:"nodes"`
+	// AnnouncementsPerSecond of all nodes together that were asked for, and those
+	// that were made.
+	AnnouncementsPerSecond float64 `json:"announcements_per_second"`
+	Made                   float64 `json:"made_per_second"`
+	Rounds                 int     `json:"rounds"`
+	// RoundsHeld are those in which the rate was reached, every node knew all
+	// announcements in time and none that had ended, and took no other for dead.
+	RoundsHeld int     `json:"rounds_held"`
+	Complete   float64 `json:"complete"` // least share of what a node is to know that it knew in time
+	// From the call that announces until one other node, any, shows it, and until
+	// all do.
+	OneP50    float64 `json:"one_p50_us"`
+	OneP99    float64 `json:"one_p99_us"`
+	OneP99Min float64 `json:"one_p99_us_min"`
+	OneP99Max float64 `json:"one_p99_us_max"`
+	AllP50    float64 `json:"all_p50_us"`
+	AllP99    float64 `json:"all_p99_us"`
+	AllP99Min float64 `json:"all_p99_us_min"`
+	AllP99Max float64 `json:"all_p99_us_max"`
+	Samples   int64   `json:"samples"` // of all rounds
+	Cores     float64 `json:"cores"`   // that all nodes together kept busy
+	// Out and in, of one node; membership is in it, and all that an idle one has.
+	BytesPerSecond       float64 `json:"bytes_per_second"`
+	PacketsPerSecond     float64 `json:"packets_per_second"`
+	IdleBytesPerSecond   float64 `json:"idle_bytes_per_second,omitempty"`
+	IdlePacketsPerSecond float64 `json:"idle_packets_per_second,omitempty"`
+}
+
+// add makes a row of the runs of each size and rate.
+func (g *Gossip) add(runs []gossiped) {
+	type load struct {
+		nodes int
+		rate  float64
+	}
+	of := make(map[load][]gossiped)
+	for _, run := range runs {
+		l := load{run.nodes, run.rate}
+		of[l] = append(of[l], run)
+	}
+	for l, runs := range of {
+		g.Rows = append(g.Rows, gossipRow(l.nodes, l.rate, runs))
+	}
+	slices.SortFunc(g.Rows, func(a, b GossipRow) int {
+		return cmp.Or(cmp.Compare(a.Nodes, b.Nodes), cmp.Compare(a.AnnouncementsPerSecond, b.AnnouncementsPerSecond))
+	})
+}
+
+func gossipRow(nodes int, rate float64, runs []gossiped) GossipRow {
+	of := func(value func(gossiped) float64) spread {
+		values := make([]float64, len(runs))
+		for i, run := range runs {
+			values[i] = value(run)
+		}
+		return spreadOf(values)
+	}
+	one, all := of(func(g gossiped) float64 { return g.one.p99 }), of(func(g gossiped) float64 { return g.all.p99 })
+	row := GossipRow{
+		Nodes: nodes, AnnouncementsPerSecond: rate, Rounds: len(runs),
+		Made:     of(func(g gossiped) float64 { return g.made }).median,
+		Complete: of(func(g gossiped) float64 { return g.complete }).min,
+		OneP50:   of(func(g gossiped) float64 { return g.one.p50 }).median, OneP99: one.median, OneP99Min: one.min, OneP99Max: one.max,
+		AllP50: of(func(g gossiped) float64 { return g.all.p50 }).median, AllP99: all.median, AllP99Min: all.min, AllP99Max: all.max,
+		Cores:                of(func(g gossiped) float64 { return g.cores }).median,
+		BytesPerSecond:       of(func(g gossiped) float64 { return g.traffic.bytes }).median,
+		PacketsPerSecond:     of(func(g gossiped) float64 { return g.traffic.packets }).median,
+		IdleBytesPerSecond:   of(func(g gossiped) float64 { return g.idle.bytes }).median,
+		IdlePacketsPerSecond: of(func(g gossiped) float64 { return g.idle.packets }).median,
+	}
+	for _, run := range runs {
+		row.Samples += run.one.samples
+		if run.holds(rate) {
+			row.RoundsHeld++
+		}
+	}
+	return row
 }
 
 // Figure is a promise: a value against its bound. A missed one is reported as
@@ -98,7 +191,7 @@ func (r *Report) OK() bool {
 func (r *Report) WriteTable(w io.Writer) error {
 	var out strings.Builder
 	fmt.Fprintf(&out, "%s\n\n", r.Machine)
-	for _, t := range []table.Writer{r.figures(), r.pulls(), r.others()} {
+	for _, t := range []table.Writer{r.figures(), r.pulls(), r.others(), r.gossips(), r.gossipTraffic()} {
 		if t.Length() > 0 {
 			out.WriteString(t.Render() + "\n\n")
 		}
@@ -160,6 +253,47 @@ func (r *Report) others() table.Writer {
 	return t
 }
 
+// gossips says how fast and how completely gossip arrives.
+func (r *Report) gossips() table.Writer {
+	t := newTable("gossip", "announcements/s", "held in", "complete", "on any other, ms", "range of p99", "on all, ms", "range of p99", "cores")
+	if r.Gossip == nil {
+		return t
+	}
+	for _, row := range r.Gossip.Rows {
+		t.AppendRow(table.Row{
+			fmt.Sprintf("%d nodes", row.Nodes), fmt.Sprintf("%.0f of %.0f", row.Made, row.AnnouncementsPerSecond),
+			fmt.Sprintf("%d of %d rounds", row.RoundsHeld, row.Rounds), fmt.Sprintf("%.4g %%", 100*row.Complete),
+			delays(row.OneP50, row.OneP99), millis(row.OneP99Min) + " to " + millis(row.OneP99Max),
+			delays(row.AllP50, row.AllP99), millis(row.AllP99Min) + " to " + millis(row.AllP99Max),
+			fmt.Sprintf("%.2f", row.Cores),
+		})
+	}
+	return t
+}
+
+// gossipTraffic says what gossip costs on the wire.
+func (r *Report) gossipTraffic() table.Writer {
+	t := newTable("traffic of a node, out and in", "announcements/s", "kB/s", "packets/s", "idle kB/s", "idle packets/s")
+	if r.Gossip == nil {
+		return t
+	}
+	for _, row := range r.Gossip.Rows {
+		cells := table.Row{
+			fmt.Sprintf("%d nodes", row.Nodes), fmt.Sprintf("%.0f", row.Made),
+			fmt.Sprintf("%.1f", row.BytesPerSecond/1000), fmt.Sprintf("%.0f", row.PacketsPerSecond),
+		}
+		if row.IdlePacketsPerSecond > 0 {
+			cells = append(cells, fmt.Sprintf("%.1f", row.IdleBytesPerSecond/1000), fmt.Sprintf("%.0f", row.IdlePacketsPerSecond))
+		}
+		t.AppendRow(cells)
+	}
+	return t
+}
+
+func delays(p50, p99 float64) string { return fmt.Sprintf("p50 %s, p99 %s", millis(p50), millis(p99)) }
+
+func millis(us float64) string { return fmt.Sprintf("%.1f", us/1000) }
+
 // Markdown is the report as docs/benchmarks.md: numbers, machine, method.
 func (r *Report) Markdown() string {
 	var out strings.Builder
@@ -170,6 +304,9 @@ func (r *Report) Markdown() string {
 	}
 	if t := r.others(); t.Length() > 0 {
 		fmt.Fprintf(&out, "## Latency and planning\n\n%s\n\n", t.RenderMarkdown())
+	}
+	if t := r.gossips(); t.Length() > 0 {
+		fmt.Fprintf(&out, "## Gossip\n\n%s\n\n%s\n\n", t.RenderMarkdown(), r.gossipTraffic().RenderMarkdown())
 	}
 	if len(r.Missing) > 0 {
 		out.WriteString("## Not measured\n\n")
@@ -188,9 +325,29 @@ func (r *Report) Markdown() string {
 * Rounds: each of the %d rounds runs the limit and every chunk size once, the limit first in every other round. A ratio is
   that of a run and the limit of the same round. The tables give medians and ranges of all rounds; none is left out.
 * Publish to ready: two nodes, each a process, and one engine session on each. The reader's call waits at its node; the time
-  is from the call of Publish on the one to the answer on the other. One request at a time, after a warm-up; the page is compared.
+  is from the call of Publish on the one to the answer on the other, so the calls and the read of one page are in it: it is an
+  upper bound of publish to visible. One request at a time, after a warm-up; the page is compared. Every other publication names
+  the reader, who is told over its stream too; the rest reaches it by gossip alone.
 * Planning: page lists in random order on both sides into a slice that is long enough.
 `, bytesText(r.ArenaBytes), bytesText(readBytes), r.PullSeconds, r.Rounds)
+	if g := r.Gossip; g != nil {
+		fmt.Fprintf(&out, `* Gossip: as many members as the table says, all in one process: each has the membership, the log, and the board of a node, joined
+  as a node joins them, and nothing else. They gossip over UDP of loopback, under a key, by the timings of a real cluster. There is
+  no wire and no loss but that of full buffers, and the cores of this machine are shared by all of them.
+* All members in turn announce at a fixed rate, late or not: each time another request of %d tokens, one rank, %d pages in %d runs,
+  with its page list, which is released after a random time of %.3g to %.3g s. Measured are %.3g s from when as many end as begin;
+  every run has a cluster of its own, and there are %d rounds of all runs. A row gives medians of its rounds.
+* A rate is held if it was reached, if every member knew every announcement before it ended and at most %.3g s after the last one,
+  if so long after the last release none knew one that had ended, and if nobody took another for dead. What is promised is the
+  highest rate held among those that were tried.
+* Publish to visible: %d announcements a second at most are watched on all other boards, as a node waits for a request. The time is
+  from before the announcement until the board of one other member, drawn before, wakes who waits there and shows it; and until all do.
+* Traffic: bytes and packets, out and in, of membership, announcements, releases, checkpoints, and repair, without IP and UDP
+  headers. Compared is what the load adds to the idle traffic of the same cluster, measured for %.3g s just before. Each node sends an
+  announcement as often whatever the size; the busier the cores, the better packets are filled, hence less than 1 is no merit.
+`, loadTokens, loadTokens/loadPageSize, loadTokens/loadPageSize/loadRun, g.LifeSeconds/2, g.LifeSeconds, g.WindowSeconds, g.Rounds,
+			g.SettleSeconds, sightings, g.IdleSeconds)
+	}
 	return out.String()
 }
 
