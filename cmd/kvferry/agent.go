@@ -23,7 +23,8 @@ func newAgent() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "agent -c FILE",
 		Short: "Run a node",
-		Long: `Run a node until SIGTERM or SIGINT, which let it drain and leave the cluster.
+		Long: `Run a node until SIGTERM or SIGINT, which let it drain and leave the cluster. A
+second signal ends it at once.
 
 The configuration is read from FILE; environment variables such as
 KVFERRY_ARENA_PAGES go over it, and --set over both. Logs go to standard error.

@@ -29,7 +29,8 @@ Each of A and B is a configuration file (a path that exists, has a slash, or
 ends in .yaml or .yml), read without the environment, or the name of a node: the
 one that is asked, or one that it knows. Of one that it knows it has the geometry,
 and the transport that it reads it by. Cluster, keyring, and certificates
-are compared between files alone: nodes that know each other have them in common.`,
+are compared between files alone: nodes that know each other have them in common,
+and of a file and a node the output says that they were not compared.`,
 		Example: `  kvferry compat prefill.yaml decode.yaml
   kvferry compat prefill-0 decode-1
   kvferry compat new.yaml prefill-0`,
@@ -111,7 +112,7 @@ func readSide(path string) (side, error) {
 		return side{}, err
 	}
 	if err := conf.Validate(); err != nil {
-		return side{}, err
+		return side{}, fmt.Errorf("%s: %w", path, err)
 	}
 	s := side{name: path, geometry: conf.Geometry(), ranks: conf.Arena.Ranks, transports: conf.Transfer.Transports, config: conf}
 	if one := conf.Transfer.Require; one != "" {
@@ -199,6 +200,8 @@ type comparison struct {
 	Compatible bool         `json:"compatible"`
 	Items      []difference `json:"items"`
 	Transports []string     `json:"transports"` // that both can use; null: not known
+	// NotCompared are keys of a file that a node does not tell of itself.
+	NotCompared []string `json:"not_compared"`
 }
 
 // difference is a field in which two nodes differ.
@@ -212,7 +215,7 @@ type difference struct {
 
 // compare lists what keeps two nodes from exchanging KV, and in what else they differ.
 func compare(a, b side) comparison {
-	c := comparison{A: a.name, B: b.name, Items: []difference{}}
+	c := comparison{A: a.name, B: b.name, Items: []difference{}, NotCompared: []string{}}
 	add := func(field, ours, theirs string, blocks bool, note string) {
 		if ours != theirs {
 			c.Items = append(c.Items, difference{field, ours, theirs, blocks, note})
@@ -236,7 +239,10 @@ func compare(a, b side) comparison {
 		}
 		add("transports", strings.Join(a.transports, " "), strings.Join(b.transports, " "), none, note)
 	}
-	if a.config != nil && b.config != nil {
+	switch {
+	case (a.config == nil) != (b.config == nil):
+		c.NotCompared = []string{"cluster.name", "cluster.keyring", "cluster.preset", "security"}
+	case a.config != nil:
 		add("cluster.name", a.config.Cluster.Name, b.config.Cluster.Name, true, equal)
 		ours, theirs := a.config.Cluster.Keyring, b.config.Cluster.Keyring
 		blocks, note := compareKeyrings(ours, theirs)
@@ -325,7 +331,13 @@ func (c comparison) print(w io.Writer, output *format) error {
 		common = "none"
 	}
 	fmt.Fprintf(w, "transports in common: %s\n", printable(common))
-	if c.Compatible {
+	if len(c.NotCompared) > 0 {
+		fmt.Fprintf(w, "not compared: %s; a node does not tell them: compare the files\n", strings.Join(c.NotCompared, ", "))
+	}
+	switch {
+	case c.Compatible && len(c.NotCompared) > 0:
+		fmt.Fprintln(w, "compatible in what was compared")
+	case c.Compatible:
 		fmt.Fprintln(w, "compatible: they would exchange KV")
 	}
 	return nil

@@ -64,6 +64,9 @@ func TestCompare(t *testing.T) {
 				}
 				got = append(got, field)
 			}
+			if told := (a.config == nil) == (b.config == nil); told != (len(c.NotCompared) == 0) {
+				t.Errorf("not compared: %v", c.NotCompared)
+			}
 			if !slices.Equal(got, tt.differ) || c.Compatible != (len(c.blocks()) == 0) {
 				t.Errorf("%v, compatible %v; want %v", got, c.Compatible, tt.differ)
 			}

@@ -14,6 +14,8 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/configs"
 	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/identity"
 )
 
 func newConfig(t *target) *cobra.Command {
@@ -93,12 +95,20 @@ func newConfigValidate() *cobra.Command {
 		Short: "Check a configuration as an agent would, and say what it amounts to",
 		Long: `Check a configuration as "kvferry agent" would, the environment and --set
 included. Every mistake in any of them is listed, with line and column where it is
-of the file; a file that is no YAML at all has only the first. Exit code 1 if there is one.`,
+of the file; a file that is no YAML at all has only the first. Then the files of
+certificates are read, if it names any. Exit code 1 if there is a mistake.`,
 		Args: oneArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := config.Load(args[0], sets...)
 			if err != nil {
 				return err
+			}
+			if s := c.Security; s.On() {
+				if _, err := identity.Load(identity.Options{
+					Node: id.Node(c.Node.Name), Certificate: s.Certificate, Key: s.Key, CA: s.CA, Peers: s.Peers,
+				}); err != nil {
+					return fmt.Errorf("%s: security: %w", args[0], err)
+				}
 			}
 			l := c.Geometry().Layout
 			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is valid: node %s, %s, ranks %v of %d, %d pages of %d tokens, %s a rank\n",

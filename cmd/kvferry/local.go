@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -24,7 +25,7 @@ func newLocal(t *target) *cobra.Command {
 		Args:  onlyCommands,
 		RunE:  help,
 	}
-	cmd.AddCommand(newLocalUp(t), newLocalDown(t), newLocalStatus(t), newLocalKill(t))
+	cmd.AddCommand(newLocalUp(t), newLocalDown(t), newLocalStatus(t), newLocalKill(t), newLocalRestart(t))
 	return cmd
 }
 
@@ -44,7 +45,9 @@ cluster.json (pid, start time, addresses, socket of each) lie in
 $XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME, or where
 that may not be written, in /tmp/kvferry-UID/local/NAME.
 
-A node's name, addresses, and paths are its own: --set does not set them.
+A node's name, addresses, and paths are its own: --set does not set them. Once it
+is up, its configuration has its ports, and all others to join: a node that died
+comes back by "kvferry local restart NODE".
 
 With --secure every node has a certificate, and gossip a key, made for this
 cluster alone: certificate and key lie in the node's directory, what signed them
@@ -236,4 +239,39 @@ func newLocalKill(t *target) *cobra.Command {
 	}
 	cmd.Flags().StringVarP(&signal, "signal", "s", "KILL", "the signal")
 	return cmd
+}
+
+// meetTimeout is how long a node that was started again may take to be in its
+// cluster.
+const meetTimeout = 30 * time.Second
+
+func newLocalRestart(t *target) *cobra.Command {
+	return &cobra.Command{
+		Use:   "restart NODE",
+		Short: "Start a node again where it was",
+		Long: `Start a node again from its files, at the same ports and socket, after SIGKILL if
+it still runs, and return when it is ready and all nodes that run see each other,
+for which they have 30 s. Its log goes on in the same file.`,
+		Example: "  kvferry local kill prefill-0\n  kvferry local restart prefill-0",
+		Args:    oneArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := localcluster.Load(t.cluster)
+			if err != nil {
+				return err
+			}
+			begin := time.Now()
+			if err := c.Restart(cmd.Context(), args[0], true); err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeoutCause(cmd.Context(), meetTimeout, fmt.Errorf("not together within %v", meetTimeout))
+			defer cancel()
+			if err := c.Meet(ctx); err != nil {
+				return err
+			}
+			n, _ := c.Node(args[0])
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s ready in %v with pid %d\n", n.Node, time.Since(begin).Round(time.Millisecond), n.PID)
+			return err
+		},
+		ValidArgsFunction: t.completeNode,
+	}
 }

@@ -54,7 +54,7 @@ var table = []struct{ pkg, may string }{
 		"api/client api/kvferrypb api/wire manager cluster publish"},
 
 	// 5
-	{"cmd/kvferry", "internal/id internal/page internal/config configs rdma cuda api/kvferrypb api/wire api/client internal/node internal/localcluster internal/replay internal/bench"},
+	{"cmd/kvferry", "internal/id internal/identity internal/page internal/config configs rdma cuda api/kvferrypb api/wire api/client internal/node internal/localcluster internal/replay internal/bench"},
 
 	// tests alone
 	{"internal/localcluster/faults", ""},

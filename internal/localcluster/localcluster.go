@@ -10,7 +10,9 @@
 // started. Whoever changes the directory holds its lock.
 //
 // The first node is the seed of all others. Up returns when every node is
-// ready and sees all others, or it leaves nothing behind.
+// ready and sees all others, or it leaves nothing behind. From then on each
+// node's configuration has the ports that it got, and all others to join, so
+// that it can be started again from it.
 package localcluster
 
 import (
@@ -189,15 +191,23 @@ func (c *Cluster) Down(ctx context.Context) error {
 		return err
 	}
 	defer l.Close()
-	// What another command did while we waited counts.
+	if err := c.reload(); err != nil {
+		return err
+	}
+	return c.tearDown(ctx)
+}
+
+// reload takes in what another command did before we had the lock; of a cluster
+// that is gone there are no nodes.
+func (c *Cluster) reload() error {
 	r, err := readRecord(c.dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	c.record.Nodes = r.Nodes
-	c.mu.Unlock()
-	return c.tearDown(ctx)
+	return nil
 }
 
 // tearDown is Down under the lock.

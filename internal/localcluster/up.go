@@ -240,7 +240,10 @@ func (c *Cluster) startAll(ctx context.Context, o Options, secrets *secrets) err
 		}
 		join = []string{c.Nodes()[0].Gossip.String()}
 	}
-	return c.Meet(ctx)
+	if err := c.Meet(ctx); err != nil {
+		return err
+	}
+	return c.settle()
 }
 
 // nodeConfig is the configuration of one node: the shared one, and what is
@@ -283,6 +286,50 @@ func nodeConfig(o Options, n Node, join []string, secrets *secrets) (*config.Con
 	return c, c.Validate()
 }
 
+func readConfig(n Node) (*config.Config, error) {
+	raw, err := os.ReadFile(n.Config())
+	if err != nil {
+		return nil, fmt.Errorf("read configuration: %w", err)
+	}
+	return config.Parse(n.Config(), raw)
+}
+
+func writeConfig(n Node, conf *config.Config) error {
+	raw, err := conf.Marshal()
+	if err != nil {
+		return fmt.Errorf("write configuration: %w", err)
+	}
+	// It holds the keyring.
+	if err := os.WriteFile(n.Config(), raw, 0o600); err != nil {
+		return fmt.Errorf("write configuration: %w", err)
+	}
+	return nil
+}
+
+// settle writes into every node's configuration the ports that the node has
+// got, and all others as those to join: a node that is started from its file
+// comes back where it was.
+func (c *Cluster) settle() error {
+	nodes := c.Nodes()
+	for _, n := range nodes {
+		conf, err := readConfig(n)
+		if err != nil {
+			return fmt.Errorf("node %s: %w", n.Node, err)
+		}
+		conf.Ports = config.Ports{Gossip: int(n.Gossip.Port()), Peer: int(n.Peer.Port()), Data: int(n.Data.Port()), HTTP: int(n.HTTP.Port())}
+		conf.Cluster.Join = nil
+		for _, other := range nodes {
+			if other.Node != n.Node && other.Gossip.IsValid() { // not if it was never ready
+				conf.Cluster.Join = append(conf.Cluster.Join, other.Gossip.String())
+			}
+		}
+		if err := writeConfig(n, conf); err != nil {
+			return fmt.Errorf("node %s: %w", n.Node, err)
+		}
+	}
+	return nil
+}
+
 // start is a process from its start to its ready line.
 type start struct {
 	node   Node
@@ -297,12 +344,7 @@ func (c *Cluster) start(n Node, conf *config.Config) (*start, error) {
 	if err := os.MkdirAll(conf.Node.StateDir, 0o700); err != nil {
 		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
 	}
-	raw, err := conf.Marshal()
-	if err != nil {
-		return nil, fmt.Errorf("start node %s: write configuration: %w", n.Node, err)
-	}
-	// It holds the keyring.
-	if err := os.WriteFile(n.Config(), raw, 0o600); err != nil {
+	if err := writeConfig(n, conf); err != nil {
 		return nil, fmt.Errorf("start node %s: %w", n.Node, err)
 	}
 	log, err := os.OpenFile(n.Log(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
@@ -472,9 +514,10 @@ func logTail(n Node) string {
 	return "; the end of its log:\n    " + strings.Join(all[max(0, len(all)-lines):], "\n    ")
 }
 
-// Restart starts a node again under its name, after SIGKILL if it still runs,
-// and waits until it is ready; it joins through all others that run. With
-// samePorts it listens where its last life did.
+// Restart starts a node again from its files, after SIGKILL if it still runs,
+// and waits for its ready line; [Cluster.Meet] waits until all see it. It joins
+// through all others, and listens where its last life did, or without samePorts
+// on other ports.
 func (c *Cluster) Restart(ctx context.Context, name string, samePorts bool) error {
 	lockCtx, cancel := context.WithTimeout(ctx, lockTimeout)
 	defer cancel()
@@ -483,6 +526,9 @@ func (c *Cluster) Restart(ctx context.Context, name string, samePorts bool) erro
 		return err
 	}
 	defer l.Close()
+	if err := c.reload(); err != nil {
+		return fmt.Errorf("restart node %s: %w", name, err)
+	}
 	n, err := c.node(name)
 	if err != nil {
 		return err
@@ -495,26 +541,14 @@ func (c *Cluster) Restart(ctx context.Context, name string, samePorts bool) erro
 	if err := n.Wait(ctx); err != nil {
 		return fmt.Errorf("restart node %s: %w", name, err)
 	}
-	raw, err := os.ReadFile(n.Config())
+	conf, err := readConfig(n)
 	if err != nil {
 		return fmt.Errorf("restart node %s: %w", name, err)
 	}
-	conf, err := config.Parse(n.Config(), raw)
-	if err != nil {
+	if !samePorts {
+		conf.Ports = config.Ports{}
+	} else if err := awaitPorts(ctx, n); err != nil {
 		return fmt.Errorf("restart node %s: %w", name, err)
-	}
-	conf.Ports = config.Ports{}
-	if samePorts {
-		conf.Ports = config.Ports{Gossip: int(n.Gossip.Port()), Peer: int(n.Peer.Port()), Data: int(n.Data.Port()), HTTP: int(n.HTTP.Port())}
-		if err := awaitPorts(ctx, n); err != nil {
-			return fmt.Errorf("restart node %s: %w", name, err)
-		}
-	}
-	conf.Cluster.Join = nil
-	for _, other := range c.Nodes() {
-		if other.Node != name && other.Alive() {
-			conf.Cluster.Join = append(conf.Cluster.Join, other.Gossip.String())
-		}
 	}
 	s, err := c.start(n, conf)
 	if err != nil {
@@ -523,6 +557,9 @@ func (c *Cluster) Restart(ctx context.Context, name string, samePorts bool) erro
 	defer s.Close()
 	if err := c.awaitReady(ctx, s); err != nil {
 		return fmt.Errorf("restart: %w", err)
+	}
+	if err := c.settle(); err != nil {
+		return fmt.Errorf("restart node %s: %w", name, err)
 	}
 	return nil
 }
