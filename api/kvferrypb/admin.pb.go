@@ -1581,6 +1581,7 @@ type DrainResponse struct {
 	Leases        uint32                 `protobuf:"varint,3,opt,name=leases,proto3" json:"leases,omitempty"`
 	Retrievals    uint32                 `protobuf:"varint,4,opt,name=retrievals,proto3" json:"retrievals,omitempty"` // that run here
 	Remaining     *durationpb.Duration   `protobuf:"bytes,5,opt,name=remaining,proto3" json:"remaining,omitempty"`    // of the bound
+	Cut           *DrainResponse_Cut     `protobuf:"bytes,6,opt,name=cut,proto3" json:"cut,omitempty"`                // with left
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1646,6 +1647,13 @@ func (x *DrainResponse) GetRetrievals() uint32 {
 func (x *DrainResponse) GetRemaining() *durationpb.Duration {
 	if x != nil {
 		return x.Remaining
+	}
+	return nil
+}
+
+func (x *DrainResponse) GetCut() *DrainResponse_Cut {
+	if x != nil {
+		return x.Cut
 	}
 	return nil
 }
@@ -2200,6 +2208,67 @@ func (x *PeerItem_Refusal) GetReason() string {
 	return ""
 }
 
+// Cut is what had not ended by itself.
+type DrainResponse_Cut struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Publications  uint32                 `protobuf:"varint,1,opt,name=publications,proto3" json:"publications,omitempty"` // not read to the end, or that nobody was there to read
+	Leases        uint32                 `protobuf:"varint,2,opt,name=leases,proto3" json:"leases,omitempty"`
+	Retrievals    uint32                 `protobuf:"varint,3,opt,name=retrievals,proto3" json:"retrievals,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainResponse_Cut) Reset() {
+	*x = DrainResponse_Cut{}
+	mi := &file_admin_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainResponse_Cut) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainResponse_Cut) ProtoMessage() {}
+
+func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainResponse_Cut.ProtoReflect.Descriptor instead.
+func (*DrainResponse_Cut) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{21, 0}
+}
+
+func (x *DrainResponse_Cut) GetPublications() uint32 {
+	if x != nil {
+		return x.Publications
+	}
+	return 0
+}
+
+func (x *DrainResponse_Cut) GetLeases() uint32 {
+	if x != nil {
+		return x.Leases
+	}
+	return 0
+}
+
+func (x *DrainResponse_Cut) GetRetrievals() uint32 {
+	if x != nil {
+		return x.Retrievals
+	}
+	return 0
+}
+
 type KeyringResponse_Key struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`            // names the key without giving it away
@@ -2210,7 +2279,7 @@ type KeyringResponse_Key struct {
 
 func (x *KeyringResponse_Key) Reset() {
 	*x = KeyringResponse_Key{}
-	mi := &file_admin_proto_msgTypes[33]
+	mi := &file_admin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2222,7 +2291,7 @@ func (x *KeyringResponse_Key) String() string {
 func (*KeyringResponse_Key) ProtoMessage() {}
 
 func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[33]
+	mi := &file_admin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2264,7 +2333,7 @@ type KeyringResponse_Member struct {
 
 func (x *KeyringResponse_Member) Reset() {
 	*x = KeyringResponse_Member{}
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2276,7 +2345,7 @@ func (x *KeyringResponse_Member) String() string {
 func (*KeyringResponse_Member) ProtoMessage() {}
 
 func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2465,7 +2534,7 @@ const file_admin_proto_rawDesc = "" +
 	"\vpublication\x18\x01 \x01(\x04R\vpublication\"\x10\n" +
 	"\x0eRevokeResponse\"C\n" +
 	"\fDrainRequest\x123\n" +
-	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\xb8\x01\n" +
+	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\xcc\x02\n" +
 	"\rDrainResponse\x12\x12\n" +
 	"\x04left\x18\x01 \x01(\bR\x04left\x12\"\n" +
 	"\fpublications\x18\x02 \x01(\rR\fpublications\x12\x16\n" +
@@ -2473,7 +2542,14 @@ const file_admin_proto_rawDesc = "" +
 	"\n" +
 	"retrievals\x18\x04 \x01(\rR\n" +
 	"retrievals\x127\n" +
-	"\tremaining\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tremaining\"\x0e\n" +
+	"\tremaining\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tremaining\x12/\n" +
+	"\x03cut\x18\x06 \x01(\v2\x1d.kvferry.v1.DrainResponse.CutR\x03cut\x1aa\n" +
+	"\x03Cut\x12\"\n" +
+	"\fpublications\x18\x01 \x01(\rR\fpublications\x12\x16\n" +
+	"\x06leases\x18\x02 \x01(\rR\x06leases\x12\x1e\n" +
+	"\n" +
+	"retrievals\x18\x03 \x01(\rR\n" +
+	"retrievals\"\x0e\n" +
 	"\fLeaveRequest\"\x0f\n" +
 	"\rLeaveResponse\"#\n" +
 	"\vJoinRequest\x12\x14\n" +
@@ -2538,7 +2614,7 @@ func file_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_admin_proto_goTypes = []any{
 	(KeyringRequest_Operation)(0),  // 0: kvferry.v1.KeyringRequest.Operation
 	(*StatusRequest)(nil),          // 1: kvferry.v1.StatusRequest
@@ -2574,63 +2650,65 @@ var file_admin_proto_goTypes = []any{
 	(*StatusResponse_Address)(nil), // 31: kvferry.v1.StatusResponse.Address
 	(*ArenaResponse_Stream)(nil),   // 32: kvferry.v1.ArenaResponse.Stream
 	(*PeerItem_Refusal)(nil),       // 33: kvferry.v1.PeerItem.Refusal
-	(*KeyringResponse_Key)(nil),    // 34: kvferry.v1.KeyringResponse.Key
-	(*KeyringResponse_Member)(nil), // 35: kvferry.v1.KeyringResponse.Member
-	(*durationpb.Duration)(nil),    // 36: google.protobuf.Duration
-	(*Geometry)(nil),               // 37: kvferry.v1.Geometry
+	(*DrainResponse_Cut)(nil),      // 34: kvferry.v1.DrainResponse.Cut
+	(*KeyringResponse_Key)(nil),    // 35: kvferry.v1.KeyringResponse.Key
+	(*KeyringResponse_Member)(nil), // 36: kvferry.v1.KeyringResponse.Member
+	(*durationpb.Duration)(nil),    // 37: google.protobuf.Duration
+	(*Geometry)(nil),               // 38: kvferry.v1.Geometry
 }
 var file_admin_proto_depIdxs = []int32{
-	36, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
-	37, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
+	37, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
+	38, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
 	31, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
 	3,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
 	4,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
 	6,  // 5: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
-	36, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
-	36, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
+	37, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
+	37, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
 	9,  // 8: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
-	36, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
+	37, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
 	12, // 10: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
 	3,  // 11: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
-	37, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
+	38, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
 	32, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
 	33, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
-	37, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
+	38, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
 	17, // 16: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
-	36, // 17: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	36, // 18: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
-	0,  // 19: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
-	34, // 20: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
-	35, // 21: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
-	1,  // 22: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	5,  // 23: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	8,  // 24: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	11, // 25: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	14, // 26: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	16, // 27: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	19, // 28: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	21, // 29: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
-	23, // 30: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
-	25, // 31: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
-	27, // 32: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
-	29, // 33: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
-	2,  // 34: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	7,  // 35: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	10, // 36: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	13, // 37: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	15, // 38: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	18, // 39: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	20, // 40: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	22, // 41: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
-	24, // 42: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
-	26, // 43: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
-	28, // 44: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
-	30, // 45: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
-	34, // [34:46] is the sub-list for method output_type
-	22, // [22:34] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	37, // 17: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	37, // 18: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
+	34, // 19: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
+	0,  // 20: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
+	35, // 21: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
+	36, // 22: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
+	1,  // 23: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	5,  // 24: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	8,  // 25: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	11, // 26: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	14, // 27: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	16, // 28: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	19, // 29: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	21, // 30: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	23, // 31: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	25, // 32: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	27, // 33: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	29, // 34: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	2,  // 35: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	7,  // 36: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	10, // 37: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	13, // 38: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	15, // 39: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	18, // 40: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	20, // 41: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	22, // 42: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	24, // 43: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	26, // 44: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	28, // 45: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	30, // 46: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	35, // [35:47] is the sub-list for method output_type
+	23, // [23:35] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -2645,7 +2723,7 @@ func file_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_admin_proto_rawDesc), len(file_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   35,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -48,7 +48,9 @@ type AdminClient interface {
 	Revoke(ctx context.Context, in *RevokeRequest, opts ...grpc.CallOption) (*RevokeResponse, error)
 	// Drain refuses new work, lets what runs finish up to the bound, then leaves
 	// the cluster and ends the node. It tells how far it is; the last message has
-	// left set. Nobody needs to listen: the node goes on without.
+	// left set, and says what was cut. Nobody needs to listen: the node goes on
+	// without. Of a drain that runs already a timeout can bring the bound nearer,
+	// and never put it off; without one the call only listens.
 	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[DrainResponse], error)
 	// Leave says goodbye to the cluster and ends the node at once: what runs is cut.
 	Leave(ctx context.Context, in *LeaveRequest, opts ...grpc.CallOption) (*LeaveResponse, error)
@@ -215,7 +217,9 @@ type AdminServer interface {
 	Revoke(context.Context, *RevokeRequest) (*RevokeResponse, error)
 	// Drain refuses new work, lets what runs finish up to the bound, then leaves
 	// the cluster and ends the node. It tells how far it is; the last message has
-	// left set. Nobody needs to listen: the node goes on without.
+	// left set, and says what was cut. Nobody needs to listen: the node goes on
+	// without. Of a drain that runs already a timeout can bring the bound nearer,
+	// and never put it off; without one the call only listens.
 	Drain(*DrainRequest, grpc.ServerStreamingServer[DrainResponse]) error
 	// Leave says goodbye to the cluster and ends the node at once: what runs is cut.
 	Leave(context.Context, *LeaveRequest) (*LeaveResponse, error)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -24,7 +25,11 @@ func newDrain(t *target) *cobra.Command {
 leases, and reads that run the time of --timeout, says goodbye, and ends.
 
 How far it is goes to standard error. The command returns when the node has
-left. It may be interrupted: the drain goes on without it.`,
+left, and says what was cut: what had not ended in time, and publications that
+no other member could read. It may be interrupted: the drain goes on without it.
+
+Of a drain that runs already a shorter --timeout brings the end nearer; a longer
+one, or none, changes nothing and shows how far it is.`,
 		Example: `  kvferry --node prefill-0 drain
   kvferry --socket /run/kvferry/node.sock drain --timeout 2m`,
 		Args: noArguments,
@@ -48,7 +53,7 @@ left. It may be interrupted: the drain goes on without it.`,
 			if output.value != asTable {
 				return printMessage(cmd.OutOrStdout(), output, last)
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s has left the cluster\n", node)
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s has left the cluster%s\n", node, wasCut(last.GetCut()))
 			return err
 		},
 	}
@@ -120,6 +125,24 @@ func (p *drainProgress) end() {
 	if p.terminal && p.last != "" {
 		fmt.Fprint(p.out, "\r\x1b[K")
 	}
+}
+
+// wasCut says what did not end by itself; "" if everything did.
+func wasCut(cut *kvferrypb.DrainResponse_Cut) string {
+	var parts []string
+	if n := cut.GetPublications(); n > 0 {
+		parts = append(parts, count(n, "publication")+" not read to the end")
+	}
+	if n := cut.GetLeases(); n > 0 {
+		parts = append(parts, count(n, "lease"))
+	}
+	if n := cut.GetRetrievals(); n > 0 {
+		parts = append(parts, count(n, "retrieval"))
+	}
+	if len(parts) == 0 {
+		return ""
+	}
+	return "; cut: " + strings.Join(parts, ", ")
 }
 
 // count is a number of things for people.

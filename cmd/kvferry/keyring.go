@@ -212,7 +212,7 @@ func (k *keyringChange) run(cmd *cobra.Command, req *kvferrypb.KeyringRequest, i
 	defer cancel()
 	before, err = showKeyring(ctx, c.Admin())
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, late(err, fmt.Errorf("the node did not answer within --timeout=%v, nothing was changed: give it more time", k.timeout))
 	}
 	if id != "" {
 		if req.Id, err = findKey(keyIDs(before), id); err != nil {

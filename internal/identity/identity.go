@@ -171,7 +171,7 @@ func (i *Identity) verify(s tls.ConnectionState, protocol string, usage x509.Ext
 		return fmt.Errorf("protocol %q, want %q: %w", s.NegotiatedProtocol, protocol, ErrRefused)
 	}
 	if err := i.now().verify(s.PeerCertificates, usage); err != nil {
-		return fmt.Errorf("%w: %w", ErrRefused, err)
+		return fmt.Errorf("%w: %w%s", ErrRefused, err, remedy(err))
 	}
 	if node != "" {
 		return i.Check(s, node)

@@ -86,11 +86,11 @@ func TestPeersAreRefused(t *testing.T) {
 		dialled bool // also if it is the one that is dialled; else the certificate is good for that
 		mine    bool // it is crypto/tls that refuses
 	}{
-		"of another authority":               {cert: of(other, "decode-0", nil), why: "unknown authority", dialled: true},
+		"of another authority":               {cert: of(other, "decode-0", nil), why: "both nodes need one authority in security.ca", dialled: true},
 		"brings its authority along":         {cert: alien, why: "unknown authority", dialled: true},
 		"signed by a node":                   {cert: shown(forged, forgedKey, theirs), why: "authority", dialled: true},
 		"certificate of another, no key":     {cert: shown(theirs, mine), why: "invalid signature", dialled: true, mine: true},
-		"expired":                            {cert: of(a, "decode-0", func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }), why: "expired", dialled: true},
+		"expired":                            {cert: of(a, "decode-0", func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }), why: "renew security.certificate", dialled: true},
 		"not yet valid":                      {cert: of(a, "decode-0", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Minute) }), why: "not yet valid", dialled: true},
 		"for servers only":                   {cert: of(a, "decode-0", usage(x509.ExtKeyUsageServerAuth)), why: "incompatible key usage"},
 		"for mail":                           {cert: of(a, "decode-0", usage(x509.ExtKeyUsageEmailProtection)), why: "incompatible key usage", dialled: true},

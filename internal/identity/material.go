@@ -28,14 +28,14 @@ type material struct {
 // an older one, or twice in a tick.
 func read(o Options, former material) (material, error) {
 	var m material
-	for n, path := range []string{o.Certificate, o.Key, o.CA} {
-		b, err := readFile(path)
+	for n, file := range []struct{ key, path string }{{"certificate", o.Certificate}, {"key", o.Key}, {"ca", o.CA}} {
+		b, err := readFile(file.path)
 		if err != nil {
-			return m, fmt.Errorf("read identity: %w", err)
+			return m, fmt.Errorf("read security.%s: %w", file.key, err)
 		}
 		m.raw[n] = b
 	}
-	if slices.EqualFunc(m.raw[:], former.raw[:], bytes.Equal) {
+	if former.certificate != nil && slices.EqualFunc(m.raw[:], former.raw[:], bytes.Equal) {
 		return former, nil
 	}
 	cert, err := tls.X509KeyPair(m.raw[0], m.raw[1])
@@ -137,7 +137,21 @@ func advice(err error, o Options) string {
 	if _, ok := errors.AsType[x509.UnknownAuthorityError](err); ok {
 		return fmt.Sprintf(" (want one that is signed by an authority of %s, intermediates after it)", o.CA)
 	}
-	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.IncompatibleUsage {
+	return remedy(err)
+}
+
+// remedy is what to do about a certificate of either side that does not verify.
+func remedy(err error) string {
+	if _, ok := errors.AsType[x509.UnknownAuthorityError](err); ok {
+		return " (both nodes need one authority in security.ca, and certificates of it in security.certificate)"
+	}
+	invalid, _ := errors.AsType[x509.CertificateInvalidError](err)
+	switch {
+	case invalid.Cert == nil:
+		return ""
+	case invalid.Reason == x509.Expired:
+		return " (renew security.certificate of that node, or set the clocks)"
+	case invalid.Reason == x509.IncompatibleUsage:
 		return " (want extended key usage serverAuth and clientAuth: every node dials and is dialled)"
 	}
 	return ""

@@ -49,11 +49,12 @@ func TestLoadSaysWhichFileAndWhatToDo(t *testing.T) {
 		file  func(Options) string // that the error names
 		want  string
 	}{
-		"no certificate":              {func(t *testing.T, o Options) { _ = os.Remove(o.Certificate) }, certificate, "no such file"},
-		"no key":                      {func(t *testing.T, o Options) { _ = os.Remove(o.Key) }, key, "no such file"},
-		"no authority":                {func(t *testing.T, o Options) { _ = os.Remove(o.CA) }, ca, "no such file"},
+		"no certificate":              {func(t *testing.T, o Options) { _ = os.Remove(o.Certificate) }, certificate, "read security.certificate: open "},
+		"no key":                      {func(t *testing.T, o Options) { _ = os.Remove(o.Key) }, key, "read security.key: open "},
+		"no authority":                {func(t *testing.T, o Options) { _ = os.Remove(o.CA) }, ca, "read security.ca: open "},
 		"a directory":                 {func(t *testing.T, o Options) { _ = errors.Join(os.Remove(o.CA), os.Mkdir(o.CA, 0o700)) }, ca, "is a directory"},
 		"empty certificate":           {put(certificate), certificate, "want PEM"},
+		"all empty":                   {func(t *testing.T, o Options) { put(certificate)(t, o); put(key)(t, o); put(ca)(t, o) }, certificate, "want PEM"},
 		"empty key":                   {put(key), key, "want PEM"},
 		"empty authority":             {put(ca), ca, "no certificate in PEM"},
 		"certificate in DER":          {put(certificate, leaf), certificate, "want PEM"},

@@ -25,6 +25,7 @@ const (
 type leaving struct {
 	begun chan struct{} // closed when the node takes no new work
 	left  chan struct{} // closed when it has said goodbye
+	cut   unfinished    // what had not ended by itself; to be read once left is closed
 
 	mu    sync.Mutex
 	until time.Time // bound of what runs; zero: not begun
@@ -75,11 +76,12 @@ func (n *Node) isDraining() bool {
 
 // Drain takes the node out of the cluster. From now on it takes no new work;
 // what runs has the timeout: publications of ours that readers may want, their
-// leases, and what is brought in here. What is left of that is cut, the node
-// says goodbye, and its Done is closed. A drain that runs already goes on as it
-// is. The error is that ctx ended, which ends no drain.
+// leases, and what is brought in here. What is left of that is cut, and so is at
+// once what no member could read; the node says goodbye, and its Done is closed.
+// The bound of a drain that runs already comes nearer, and is never put off. The
+// error is that ctx ended, which ends no drain.
 func (n *Node) Drain(ctx context.Context, timeout time.Duration) error {
-	n.beginDrain(timeout)
+	n.leaveWithin(timeout)
 	return n.awaitLeft(ctx)
 }
 
@@ -122,9 +124,13 @@ func (n *Node) depart() {
 			break
 		}
 	}
-	if rest := n.unfinished(); !rest.none() {
-		n.log.Warn("what still runs is cut", "publications", rest.publications, "leases", rest.leases, "retrievals", rest.retrievals)
+	rest := n.unfinished()
+	rest.publications = n.owner.count() // also those that keep nobody waiting
+	if !rest.none() {
+		n.log.Warn("what still runs is cut", "publications", rest.publications, "leases", rest.leases, "retrievals", rest.retrievals,
+			"readers", n.peers.mayRead(), "remaining", n.leaving.remaining())
 	}
+	n.leaving.cut = rest
 	n.cut()
 	n.awaitTold()
 	n.send(n.plog.Bye())

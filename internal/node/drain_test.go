@@ -33,8 +33,8 @@ func drains(t testing.TB, n *member, timeout time.Duration) grpc.ServerStreaming
 	return stream
 }
 
-// left is how a drain ends.
-func left(t testing.TB, n *member, stream grpc.ServerStreamingClient[kvferrypb.DrainResponse]) {
+// left is how a drain ends, and what was cut by it.
+func left(t testing.TB, n *member, stream grpc.ServerStreamingClient[kvferrypb.DrainResponse]) (cut *kvferrypb.DrainResponse_Cut) {
 	t.Helper()
 	for {
 		m, err := stream.Recv()
@@ -42,10 +42,12 @@ func left(t testing.TB, n *member, stream grpc.ServerStreamingClient[kvferrypb.D
 			t.Fatalf("a drain that has not left: %v", err)
 		}
 		if m.GetLeft() {
+			cut = m.GetCut()
 			break
 		}
 	}
 	gone(t, n)
+	return cut
 }
 
 // gone waits until a node has ended by its own will, and closes it as its agent
@@ -84,7 +86,11 @@ func TestDrain(t *testing.T) {
 	for name, drain := range map[string]func(n *member) (end func()){
 		"by the admin call": func(n *member) func() {
 			stream := drains(n.t, n, 0)
-			return func() { left(n.t, n, stream) }
+			return func() {
+				if cut := left(n.t, n, stream); cut == nil || cut.GetPublications()+cut.GetLeases()+cut.GetRetrievals() > 0 {
+					n.t.Errorf("cut: %v, want nothing", cut)
+				}
+			}
 		},
 		"by a signal": func(n *member) func() {
 			closed := make(chan error, 1)
@@ -235,6 +241,9 @@ func TestDrainIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 		if m.GetLeft() {
+			if m.GetCut().GetPublications() != 1 {
+				t.Errorf("cut: %v, want 1 publication", m.GetCut())
+			}
 			break
 		}
 		if told++; m.GetPublications() != 1 && m.GetRemaining().AsDuration() > 0 || m.GetRemaining().AsDuration() > bound {
@@ -316,9 +325,14 @@ func leaves(t testing.TB, n *member) {
 }
 
 // TestDrainGoesOn: a drain is one, however often it is asked for. Who asked may
-// go; a second one joins it; who is in more of a hurry ends it.
+// go; a second one joins it, and never puts it off; who is in more of a hurry
+// ends it.
 func TestDrainGoesOn(t *testing.T) {
 	for name, hurry := range map[string]func(n *member) error{
+		"a shorter drain": func(n *member) error {
+			_, err := n.admin.Drain(n.t.Context(), &kvferrypb.DrainRequest{Timeout: durationpb.New(50 * time.Millisecond)})
+			return err
+		},
 		"leave": func(n *member) error { _, err := n.admin.Leave(n.t.Context(), &kvferrypb.LeaveRequest{}); return err },
 		"a signal": func(n *member) error {
 			ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
@@ -342,9 +356,11 @@ func TestDrainGoesOn(t *testing.T) {
 				t.Fatal(err)
 			}
 			cancel()
-			second := drains(t, prefill, time.Millisecond) // which is not its bound
+			drains(t, prefill, 2*time.Hour) // which is not its bound
+			second := drains(t, prefill, 0)
 			for range 2 {
-				if m, err := second.Recv(); err != nil || m.GetLeft() || m.GetPublications() != 1 || m.GetRemaining().AsDuration() < 30*time.Minute {
+				m, err := second.Recv()
+				if remaining := m.GetRemaining().AsDuration(); err != nil || m.GetLeft() || m.GetPublications() != 1 || remaining < 30*time.Minute || remaining > time.Hour {
 					t.Fatalf("%v, %v, want that the first goes on", m, err)
 				}
 			}
@@ -386,6 +402,10 @@ func TestDrainWaitsForNobody(t *testing.T) {
 	e.write("r1", 13)
 	e.publish("r1", true)
 	start := time.Now()
+	// What is lost by that is told.
+	if cut := left(t, n, drains(t, n, time.Hour)); cut.GetPublications() != 1 {
+		t.Errorf("cut: %v, want 1 publication", cut)
+	}
 	if err := errors.Join(n.Drain(t.Context(), time.Hour), n.Drain(t.Context(), time.Hour)); err != nil {
 		t.Error(err)
 	}

@@ -8,8 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -32,18 +34,20 @@ type keyring struct {
 
 const (
 	keyringTitle = "kvferry keyring 1"
+	keyringMode  = 0o600
 	maxKeyring   = 64 << 10 // bytes of the file
+	maxRing      = 1 << 48  // generation: no cluster takes a higher one
 )
 
 func (n *Node) openKeyring(context.Context) (err error) {
-	n.keyring, err = openKeyring(n.config.Node.StateDir, n.config.Cluster.Keyring)
+	n.keyring, err = openKeyring(n.config.Node.StateDir, n.config.Cluster.Keyring, n.log)
 	if err == nil && n.identity != nil && len(n.keyring.first.Keys) == 0 {
 		n.log.Warn("certificates do not protect gossip packets, which are plain: set cluster.keyring on all nodes")
 	}
 	return err
 }
 
-func openKeyring(dir string, configured []config.Key) (*keyring, error) {
+func openKeyring(dir string, configured []config.Key, log *slog.Logger) (*keyring, error) {
 	ring := cluster.Ring{}
 	hash := sha256.New()
 	hash.Write([]byte(keyringTitle))
@@ -58,14 +62,30 @@ func openKeyring(dir string, configured []config.Key) (*keyring, error) {
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
 		case err != nil:
-			return nil, fmt.Errorf("read the keys that were kept: %w; remove %s if cluster.keyring is right", err, k.path)
+			return nil, fmt.Errorf("read the keys that were kept: %w; remove %s if cluster.keyring is right: then that counts", err, k.path)
 		case origin == k.origin && saved.Generation > ring.Generation:
 			ring = saved
+		}
+		if err == nil {
+			k.protect(log)
 		}
 	}
 	k.first = ring
 	k.use(ring)
 	return k, nil
+}
+
+// protect keeps the file for this user alone. What was to be read before that
+// may have been: that is for a person to judge.
+func (k *keyring) protect(log *slog.Logger) {
+	st, err := os.Stat(k.path)
+	if err == nil && st.Mode().Perm() == keyringMode {
+		return
+	}
+	if err == nil {
+		err = os.Chmod(k.path, keyringMode)
+	}
+	log.Warn("the file of gossip keys had another mode than 0600: it is set", "path", k.path, "had", st.Mode().Perm(), "err", err)
 }
 
 // current are the keys of references: the first one signs, all are good.
@@ -108,6 +128,9 @@ func readRing(path string) (ring cluster.Ring, origin string, err error) {
 	if err != nil {
 		return ring, "", err
 	}
+	if !st.Mode().IsRegular() {
+		return ring, "", errors.New("it is no file")
+	}
 	if st.Size() > maxKeyring {
 		return ring, "", fmt.Errorf("%d bytes, want at most %d", st.Size(), maxKeyring)
 	}
@@ -129,13 +152,19 @@ func decodeRing(b []byte) (ring cluster.Ring, origin string, err error) {
 	if sum, err := hex.DecodeString(origin); err != nil || len(sum) != sha256.Size {
 		return ring, "", errors.New("line 2 does not name a configuration")
 	}
-	if ring.Generation, err = strconv.ParseUint(lines[2], 10, 64); err != nil {
-		return ring, "", errors.New("line 3 is no generation")
+	if ring.Generation, err = strconv.ParseUint(lines[2], 10, 64); err != nil || ring.Generation > maxRing {
+		return ring, "", fmt.Errorf("line 3 is no generation, up to %d", uint64(maxRing))
+	}
+	if keys := len(lines) - 3; keys > cluster.MaxKeys {
+		return ring, "", fmt.Errorf("%d keys, want at most %d", keys, cluster.MaxKeys)
 	}
 	for i, line := range lines[3:] {
 		var key config.Key
 		if err := key.UnmarshalText([]byte(line)); err != nil {
 			return ring, "", fmt.Errorf("line %d: %w", i+4, err)
+		}
+		if slices.ContainsFunc(ring.Keys, func(other []byte) bool { return bytes.Equal(key, other) }) {
+			return ring, "", fmt.Errorf("line %d holds a key that stands before", i+4)
 		}
 		ring.Keys = append(ring.Keys, key)
 	}

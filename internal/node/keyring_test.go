@@ -2,6 +2,9 @@ package node
 
 import (
 	"bytes"
+	"fmt"
+	"log/slog"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -11,6 +14,7 @@ import (
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/id"
 )
 
 // keysOf are keys of one letter each.
@@ -46,7 +50,7 @@ func TestKeyringIsKept(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			if tt.saved != "" {
-				k, err := openKeyring(dir, keysOf("a"))
+				k, err := openKeyring(dir, keysOf("a"), slog.New(slog.DiscardHandler))
 				if err == nil {
 					err = k.save(ringOf(7, tt.saved))
 				}
@@ -57,7 +61,7 @@ func TestKeyringIsKept(t *testing.T) {
 					t.Errorf("references are signed with %v", got)
 				}
 			}
-			k, err := openKeyring(dir, keysOf(tt.configured))
+			k, err := openKeyring(dir, keysOf(tt.configured), slog.New(slog.DiscardHandler))
 			if err != nil || !reflect.DeepEqual(k.first, tt.want) {
 				t.Fatalf("%v, %v, want %v", k, err, tt.want)
 			}
@@ -70,7 +74,7 @@ func TestKeyringIsKept(t *testing.T) {
 
 func TestKeyringFile(t *testing.T) {
 	dir := t.TempDir()
-	k, err := openKeyring(dir, keysOf("a"))
+	k, err := openKeyring(dir, keysOf("a"), slog.New(slog.DiscardHandler))
 	if err == nil {
 		err = k.save(ringOf(12, "ba"))
 	}
@@ -98,6 +102,9 @@ func TestKeyringFile(t *testing.T) {
 	for name, bad := range map[string][]byte{
 		"empty": nil, "cut": good[:len(good)-1], "another title": bytes.Replace(good, []byte("1\n"), []byte("2\n"), 1),
 		"no generation": bytes.Replace(good, []byte("\n12\n"), []byte("\n-1\n"), 1),
+		"out of range":  bytes.Replace(good, []byte("\n12\n"), fmt.Appendf(nil, "\n%d\n", uint64(maxRing)+1), 1),
+		"a key twice":   append(bytes.Clone(good), "YmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmI=\n"...),
+		"too many keys": append(bytes.Clone(good), bytes.Repeat([]byte("YmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmI=\n"), cluster.MaxKeys)...),
 		"no origin":     bytes.Replace(good, []byte("0fe2"), []byte("zzzz"), 1),
 		"a bad key":     append(bytes.Clone(good), "hunter2\n"...),
 		"no key":        good[:bytes.Index(good, []byte("YmJ"))],
@@ -106,8 +113,8 @@ func TestKeyringFile(t *testing.T) {
 		if err := os.WriteFile(path, bad, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		_, err := openKeyring(dir, keysOf("a"))
-		if err == nil || !strings.Contains(err.Error(), path) {
+		_, err := openKeyring(dir, keysOf("a"), slog.New(slog.DiscardHandler))
+		if err == nil || !strings.Contains(err.Error(), "remove "+path) {
 			t.Errorf("%s: %v, want an error that names the file", name, err)
 		} else if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "YWFh") {
 			t.Errorf("%s: %v gives a key away", name, err)
@@ -115,9 +122,60 @@ func TestKeyringFile(t *testing.T) {
 	}
 }
 
+// TestKeyringIsPrivate: others could read the keys; that is ended, and told.
+func TestKeyringIsPrivate(t *testing.T) {
+	dir := t.TempDir()
+	var log bytes.Buffer
+	logger := slog.New(slog.NewTextHandler(&log, nil))
+	k, err := openKeyring(dir, keysOf("a"), logger)
+	if err == nil {
+		err = k.save(ringOf(12, "ba"))
+	}
+	if err == nil {
+		_, err = openKeyring(dir, keysOf("a"), logger)
+	}
+	if err != nil || log.Len() > 0 {
+		t.Fatalf("%v, told %q", err, log.String())
+	}
+	path := filepath.Join(dir, "keyring")
+	if err := os.Chmod(path, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := openKeyring(dir, keysOf("a"), logger); err != nil {
+		t.Fatal(err)
+	}
+	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v, want mode 0600", st.Mode(), err)
+	}
+	if !strings.Contains(log.String(), "level=WARN") || !strings.Contains(log.String(), path) || !strings.Contains(log.String(), "rw-r--r--") {
+		t.Errorf("told %q", log.String())
+	}
+}
+
+// TestKeyringFits: what is taken from the file the cluster takes, too, and what
+// it would not is refused where the file is read.
+func TestKeyringFits(t *testing.T) {
+	for generation, fits := range map[uint64]bool{maxRing: true, maxRing + 1: false} {
+		c, err := cluster.Start(cluster.Options{
+			Life: id.Life{Node: "n", Incarnation: 1}, Meta: cluster.Meta{Peer: netip.MustParseAddrPort("127.0.0.1:1")}, Label: "t",
+			Bind: netip.MustParseAddrPort("127.0.0.1:0"), Ring: ringOf(generation, "ba"), Handler: deaf{},
+		})
+		if err == nil {
+			_ = c.Close()
+		}
+		_, _, kept := decodeRing((&keyring{origin: strings.Repeat("0a", 32)}).encode(ringOf(generation, "ba")))
+		if (err == nil) != fits || (kept == nil) != fits {
+			t.Errorf("generation %d: the cluster says %v, the file %v", generation, err, kept)
+		}
+	}
+}
+
+// deaf is told nothing.
+type deaf struct{ cluster.Handler }
+
 // TestKeyringCannotBeKept: then it is not used either.
 func TestKeyringCannotBeKept(t *testing.T) {
-	k, err := openKeyring(filepath.Join(t.TempDir(), "nowhere"), keysOf("a"))
+	k, err := openKeyring(filepath.Join(t.TempDir(), "nowhere"), keysOf("a"), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

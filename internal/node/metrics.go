@@ -86,9 +86,15 @@ func newMetrics(n *Node) *metrics {
 	for _, by := range n.config.Transfer.Transports {
 		m.retrievals.WithLabelValues("ok", by)
 	}
+	for i, from := range n.config.Transfer.Transports {
+		for _, to := range n.config.Transfer.Transports[i+1:] {
+			m.fallbacks.WithLabelValues(from, to, "unavailable")
+		}
+	}
 	for vec, values := range map[*prometheus.CounterVec][]string{
 		m.stale: {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
 		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "push", "push_pull"},
+		m.rejects: {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"}, // of page.Difference
 	} {
 		for _, v := range values {
 			vec.WithLabelValues(v)

@@ -22,6 +22,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/identity"
+	"github.com/kvferry/kvferry/internal/page"
 )
 
 // sample is one line of /metrics.
@@ -127,6 +128,27 @@ func words() map[string][]string {
 			"in", "out", "made", "overtaken", "shortened", "sent", "received", "ignored", "expected", "heard", "missed", "news", "duplicate", "conflict",
 			"no_room", "window_full", "asked", "repaired", "wished", "applied",
 		},
+	}
+}
+
+// TestMetricsBegin: what has never happened is 0, so that its first time shows
+// as an increase.
+func TestMetricsBegin(t *testing.T) {
+	n := startNode(t, "fresh", nil)
+	_, families, samples := scrape(t, n)
+	want := documented(t)
+	delete(want, "kvferry_transport_fallbacks_total")   // there is one transport
+	delete(want, "kvferry_certificate_expires_seconds") // and no certificate
+	for name := range want {
+		if families[name] == "" {
+			t.Errorf("%s is not there", name)
+		}
+	}
+	other := page.Geometry{Model: "m", Revision: "r", WorldSize: 1 << 20, Layout: page.Layout{Order: 200, DType: 200, Layers: -1, PageSize: -1, Heads: -1, HeadDim: -1}}
+	for _, d := range n.config.Geometry().Differences(other) {
+		if s, ok := samples[fmt.Sprintf("kvferry_compat_rejects_total{field=%q}", d.Field)]; !ok || s.value != 0 {
+			t.Errorf("rejects by %s: %v, %v", d.Field, s, ok)
+		}
 	}
 }
 

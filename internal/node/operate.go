@@ -24,19 +24,23 @@ const (
 	// answerTime before the caller's deadline Join gives up, so that the reason
 	// still reaches it.
 	answerTime = 250 * time.Millisecond
+	// meetingTime is how long Join waits for the first member that this node has
+	// heard of itself: who lists it may not have told of itself yet.
+	meetingTime = time.Second
 )
 
 // Drain lets the node go, and tells how far that is. Whoever stops to listen
 // stops nothing else.
 func (a adminService) Drain(req *kvferrypb.DrainRequest, stream grpc.ServerStreamingServer[kvferrypb.DrainResponse]) error {
 	n := a.node
-	timeout := n.config.Timers.Drain
-	if d := req.GetTimeout(); d != nil && (d.CheckValid() != nil || d.AsDuration() < 0 || d.AsDuration() > maxDrain) {
+	switch d := req.GetTimeout(); {
+	case d != nil && (d.CheckValid() != nil || d.AsDuration() < 0 || d.AsDuration() > maxDrain):
 		return fmt.Errorf("drain: timeout %v, want at most %v: %w", d.AsDuration(), maxDrain, manager.ErrInvalid)
-	} else if d.AsDuration() > 0 {
-		timeout = d.AsDuration()
+	case d.AsDuration() > 0:
+		n.leaveWithin(d.AsDuration())
+	default: // who wants no bound of his own listens to a drain that runs
+		n.beginDrain(n.config.Timers.Drain)
 	}
-	n.beginDrain(timeout)
 	tick := time.NewTicker(drainProgress)
 	defer tick.Stop()
 	for {
@@ -49,7 +53,10 @@ func (a adminService) Drain(req *kvferrypb.DrainRequest, stream grpc.ServerStrea
 		}
 		select {
 		case <-n.leaving.left:
-			return stream.Send(&kvferrypb.DrainResponse{Left: true})
+			cut := n.leaving.cut
+			return stream.Send(&kvferrypb.DrainResponse{Left: true, Cut: &kvferrypb.DrainResponse_Cut{
+				Publications: uint32(cut.publications), Leases: uint32(cut.leases), Retrievals: uint32(cut.retrievals),
+			}})
 		case <-tick.C:
 		case <-stream.Context().Done():
 			return context.Cause(stream.Context())
@@ -96,6 +103,11 @@ func (a adminService) Join(ctx context.Context, req *kvferrypb.JoinRequest) (*kv
 			return nil, fmt.Errorf("%w: %w", errNotListed, err)
 		}
 		return nil, fmt.Errorf("%w: %w", errSeeds, err)
+	}
+	meeting, end := context.WithTimeout(ctx, meetingTime)
+	defer end()
+	for len(n.cluster.Members()) < 2 && sleep(meeting, tickInterval) {
+		continue // whom it hears of comes soon
 	}
 	return &kvferrypb.JoinResponse{Members: uint32(len(n.cluster.Members()))}, nil
 }
@@ -161,6 +173,9 @@ var (
 func keyringError(err error) error {
 	if _, ok := errors.AsType[*cluster.RingError](err); ok {
 		return fmt.Errorf("%w: %w", errBlocked, err)
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("keyring: the time for it was too short, kvferry keyring shows who has the change: %w", err)
 	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", errKeyring, err)
