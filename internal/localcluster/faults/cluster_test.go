@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -26,8 +27,8 @@ import (
 	"github.com/kvferry/kvferry/internal/localcluster"
 )
 
-// testLimit bounds a whole test, patience each thing that a test waits for on
-// a machine that is busy with others.
+// testLimit bounds a whole test, a soak's time not counted, patience each thing
+// that a test waits for on a machine that is busy with others.
 const (
 	testLimit = 4 * time.Minute
 	patience  = 30 * time.Second
@@ -50,18 +51,24 @@ type cluster struct {
 	ctx context.Context // of the test
 }
 
-// up starts a cluster for the test's time. At the end its logs are looked at.
+// up starts a cluster for the test's time.
 func up(t *testing.T, prefill, decode int, set ...string) *cluster {
+	t.Helper()
+	return start(t, localcluster.Options{Prefill: prefill, Decode: decode, Set: set})
+}
+
+// start starts a cluster for the test's time. At the end its logs are looked at.
+func start(t *testing.T, o localcluster.Options) *cluster {
 	t.Helper()
 	root, err := os.MkdirTemp(built.dir, "c")
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), testLimit)
+	ctx, cancel := context.WithTimeout(t.Context(), *soak+testLimit)
 	t.Cleanup(cancel)
-	c, err := localcluster.Up(ctx, localcluster.Options{
-		Prefill: prefill, Decode: decode, Set: small(set...), Binary: built.binary, Root: root, Timeout: time.Minute,
-	})
+	o.Binary, o.Root, o.Timeout = built.binary, root, 2*time.Minute
+	o.Set = append(small("node.bind="+loopback()), o.Set...)
+	c, err := localcluster.Up(ctx, o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,6 +82,17 @@ func up(t *testing.T, prefill, decode int, set ...string) *cluster {
 		}
 	})
 	return &cluster{Cluster: c, t: t, ctx: ctx}
+}
+
+// loopbacks numbers them.
+var loopbacks atomic.Uint32
+
+// loopback is an address for one cluster or front alone, as the next one is: a
+// node that is killed finds its ports free again, since no connection and no
+// other test's node has borrowed one.
+func loopback() string {
+	n := uint32(os.Getpid())<<4 + loopbacks.Add(1) // also of other runs at the same time
+	return fmt.Sprintf("127.%d.%d.1", 128+n>>8%64, byte(n))
 }
 
 // alarm is what no log may have. A node that finds a later life of its name
@@ -233,7 +251,7 @@ func wantFailure(t *testing.T, err error, node string, incarnation uint64, codes
 	return f
 }
 
-// load is requests that go from one engine to another, back to back.
+// load is requests that go from one engine to another, all the time.
 type load struct {
 	t    *testing.T
 	stop context.CancelFunc
@@ -243,6 +261,9 @@ type load struct {
 	done int
 	errs []error
 }
+
+// loadPause is between two requests of a load: other tests run at the same time.
+const loadPause = 50 * time.Millisecond
 
 // startLoad runs until stopped; any failure is the test's.
 func startLoad(t *testing.T, from, to *engine, tokens int) *load {
@@ -267,6 +288,7 @@ func startLoad(t *testing.T, from, to *engine, tokens int) *load {
 				if failed > 10 {
 					return
 				}
+				pause(ctx, loadPause)
 			}
 		})
 	}
@@ -406,17 +428,29 @@ func launch(t *testing.T, c *config.Config) (a *agent, ready <-chan []byte) {
 // startAgent runs an agent until the end of the test, and waits until it is ready.
 func startAgent(t *testing.T, c *config.Config) *agent {
 	t.Helper()
-	a, lines := launch(t, c)
-	select {
-	case line := <-lines:
-		var err error
-		if a.Ready, err = localcluster.ParseReady(line); err != nil {
-			t.Fatalf("agent %s: %v\n%s", c.Node.Name, err, a.log(t))
-		}
-	case <-time.After(patience):
-		t.Fatalf("agent %s is not ready\n%s", c.Node.Name, a.log(t))
+	return startAgents(t, c)[0]
+}
+
+// startAgents starts several at once.
+func startAgents(t *testing.T, configs ...*config.Config) []*agent {
+	t.Helper()
+	agents, lines := make([]*agent, len(configs)), make([]<-chan []byte, len(configs))
+	for i, c := range configs {
+		agents[i], lines[i] = launch(t, c)
 	}
-	return a
+	for i, a := range agents {
+		name := configs[i].Node.Name
+		select {
+		case line := <-lines[i]:
+			var err error
+			if a.Ready, err = localcluster.ParseReady(line); err != nil {
+				t.Fatalf("agent %s: %v\n%s", name, err, a.log(t))
+			}
+		case <-time.After(patience):
+			t.Fatalf("agent %s is not ready\n%s", name, a.log(t))
+		}
+	}
+	return agents
 }
 
 func (a *agent) log(t *testing.T) string {
@@ -437,6 +471,26 @@ func (a *agent) awaitExit(t *testing.T) (int, string) {
 		t.Fatalf("the agent does not end:\n%s", a.log(t))
 	}
 	return a.code, a.log(t)
+}
+
+// kill ends an agent as a crash does.
+func (a *agent) kill(t *testing.T) {
+	t.Helper()
+	if err := syscall.Kill(a.pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	a.awaitExit(t)
+}
+
+// leave ends an agent by SIGTERM, and well.
+func (a *agent) leave(t *testing.T) {
+	t.Helper()
+	if err := syscall.Kill(a.pid, syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if code, log := a.awaitExit(t); code != 0 {
+		t.Errorf("agent %s ended with exit code %d:\n%s", a.Node, code, log)
+	}
 }
 
 // usage is what a process must not use more and more of.
@@ -480,27 +534,31 @@ func metric(ctx context.Context, http, name string, labels ...string) (sum float
 }
 
 func get(ctx context.Context, url string) (string, error) {
+	code, body, err := ask(ctx, url)
+	if err == nil && code != http.StatusOK {
+		err = fmt.Errorf("get %s: %d", url, code)
+	}
+	return body, err
+}
+
+// ask returns whatever a node answers.
+func ask(ctx context.Context, url string) (code int, text string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {
-		return "", err
+		return 0, "", err
 	}
 	transport := &http.Transport{DisableKeepAlives: true} // one connection a question, gone after it
 	defer transport.CloseIdleConnections()
 	res, err := (&http.Client{Transport: transport}).Do(req)
 	if err != nil {
-		return "", err
+		return 0, "", err
 	}
 	defer res.Body.Close()
 	var body bytes.Buffer
-	if _, err := body.ReadFrom(res.Body); err != nil {
-		return "", err
-	}
-	if res.StatusCode != http.StatusOK {
-		return "", fmt.Errorf("get %s: %s", url, res.Status)
-	}
-	return body.String(), nil
+	_, err = body.ReadFrom(res.Body)
+	return res.StatusCode, body.String(), err
 }
 
 // awaitUsage waits until a node uses no more than it did, and a little.

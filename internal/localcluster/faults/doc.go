@@ -1,7 +1,7 @@
 // Package faults holds tests alone: real processes of the real binary on
 // loopback, and what goes wrong between them. A process is killed, stopped,
-// restarted, muted, or fed with garbage while requests run elsewhere in the
-// cluster.
+// restarted, drained, muted, kept out, or fed with garbage, and keys and
+// certificates are changed, while requests run elsewhere in the cluster.
 //
 // Each request publishes in three chunks with a pause before the last one, and
 // every retrieved byte is compared with a function of the request and of its

@@ -294,18 +294,50 @@ func (e *engine) check(ctx context.Context, name string, tokens int) error {
 	seed, wrong, first := seedOf(name), 0, -1
 	for token := range tokens {
 		p := uint32(plan.GetPagedKvIndices()[token/e.layout.PageSize])
-		e.vectors(p, token%e.layout.PageSize, func(place uint64, v []byte) {
-			for w := 0; w < len(v)/8; w++ {
-				if binary.LittleEndian.Uint64(v[w*8:]) != kv(seed, place, token, w) {
-					if wrong++; first < 0 {
-						first = token
-					}
-				}
+		if n := e.wrong(seed, token, p); n > 0 {
+			if wrong += n; first < 0 {
+				first = token
 			}
-		})
+		}
 	}
 	if wrong > 0 {
 		return fmt.Errorf("%s at %s: %d words, the first of token %d: %w", name, e.node(), wrong, first, errWrongBytes)
+	}
+	return nil
+}
+
+// wrong counts the words of a token that are not what they should be if it is in
+// the page.
+func (e *engine) wrong(seed uint64, token int, p uint32) (wrong int) {
+	e.vectors(p, token%e.layout.PageSize, func(place uint64, v []byte) {
+		for w := 0; w < len(v)/8; w++ {
+			if binary.LittleEndian.Uint64(v[w*8:]) != kv(seed, place, token, w) {
+				wrong++
+			}
+		}
+	})
+	return wrong
+}
+
+// holds says whether all tokens of a request are in the arena, wherever: of a node
+// that cannot be asked any more.
+func (e *engine) holds(name string, tokens int) error {
+	seed := seedOf(name)
+	for p, first := 0, 0; first < tokens; first += e.layout.PageSize {
+		found := false
+		for range e.layout.Pages { // most likely it is the next one
+			p = (p + 1) % e.layout.Pages
+			found = true
+			for token := first; found && token < min(tokens, first+e.layout.PageSize); token++ {
+				found = e.wrong(seed, token, uint32(p)) == 0
+			}
+			if found {
+				break
+			}
+		}
+		if !found {
+			return fmt.Errorf("%s at %s: no page has the tokens from %d on: %w", name, e.node(), first, errWrongBytes)
+		}
 	}
 	return nil
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/Shopify/toxiproxy/v2"
 	"github.com/rs/zerolog"
 
+	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
 )
 
@@ -27,14 +28,11 @@ type front struct {
 	deaf       atomic.Bool // no packet passes
 }
 
-// fronts numbers them, so that each has addresses of its own.
-var fronts atomic.Uint32
-
 // newFront makes the proxies; set up the node with [front.apply].
 func newFront(t *testing.T) *front {
 	t.Helper()
-	n := byte(fronts.Add(1))
-	f := &front{back: netip.AddrFrom4([4]byte{127, 77, n, 1}), face: netip.AddrFrom4([4]byte{127, 77, n, 2})}
+	back := netip.MustParseAddr(loopback())
+	f := &front{back: back, face: back.Next()}
 	f.ports = config.Ports{Gossip: freePort(t, f.back), Peer: freePort(t, f.back), Data: freePort(t, f.back)}
 	server := toxiproxy.NewServer(toxiproxy.NewMetricsContainer(nil), zerolog.Nop())
 	pass := func(name string, port int) *toxiproxy.Proxy {
@@ -143,5 +141,42 @@ func toxic(t *testing.T, p *toxiproxy.Proxy, kind, attributes string) (heal func
 				t.Error(err)
 			}
 		}
+	})
+}
+
+// thick are the keys of nodes between which a transfer takes its time, if the
+// network is slow: 16 KiB a token.
+func thick() []string {
+	return []string{"arena.layers=4", "arena.heads=8", "arena.head_dim=128", "timers.hold=5m", "timers.stall=1s"}
+}
+
+// behind starts an agent behind a front, and waits until the nodes of a cluster
+// have met it.
+func behind(t *testing.T, c *cluster, name string, change func(*config.Config)) (*front, *agent) {
+	t.Helper()
+	f := newFront(t)
+	conf := another(t, c.must("prefill-0"), name)
+	f.apply(conf)
+	if change != nil {
+		change(conf)
+	}
+	a := startAgent(t, conf)
+	for _, n := range c.Nodes() {
+		awaitPeer(t, n.Node, dial(t, n.Engine), name)
+	}
+	return f, a
+}
+
+// awaitPeer waits until a node is connected with another one.
+func awaitPeer(t *testing.T, node string, a kvferrypb.AdminClient, other string) {
+	t.Helper()
+	await(t, node+" to meet "+other, patience, func(ctx context.Context) error {
+		res, err := a.Peers(ctx, &kvferrypb.PeersRequest{})
+		for _, p := range res.GetItems() {
+			if p.GetNode() == other && p.GetState() == "connected" {
+				return nil
+			}
+		}
+		return errors.Join(err, fmt.Errorf("peers %v", res.GetItems()))
 	})
 }

@@ -22,6 +22,8 @@ var openings = [][]byte{
 	[]byte("POST /kvferry.v1.Engine/Open HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"),
 	{244, 5, 'l', 'o', 'c', 'a', 'l', 8, 0x4b, 1, 1}, // gossip of this cluster: label, user message, batch
 	{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f},
+	{22, 3, 1, 64, 0, 1, 0, 63, 252, 3, 3}, // TLS: a long greeting
+	[]byte("kvf\x01\x01"),
 }
 
 // What a node's heap may grow by, garbage of its own included.

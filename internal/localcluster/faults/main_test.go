@@ -28,7 +28,7 @@ const (
 )
 
 var (
-	soak    = flag.Duration("soak", 3*time.Second, "how long the chaos test kills nodes")
+	soak    = flag.Duration("soak", 5*time.Second, "how long the tests that do so kill nodes at random")
 	program = flag.String("binary", "", "the kvferry to test; default: built from here")
 )
 
@@ -51,7 +51,14 @@ func TestMain(m *testing.M) {
 
 func run(m *testing.M) (code int) {
 	zerolog.SetGlobalLevel(zerolog.Disabled) // of the proxies
-	dir, err := os.MkdirTemp("", "kvf")      // short: sockets lie below it
+	if os.Getenv("GORACE") == "" {
+		// Else every process sleeps for a second before it ends.
+		if err := os.Setenv("GORACE", "atexit_sleep_ms=50"); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+	}
+	dir, err := os.MkdirTemp("", "kvf") // short: sockets lie below it
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1

@@ -18,6 +18,9 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 )
 
+// watchPause is between two looks: the machine has other things to do, too.
+const watchPause = 2 * time.Millisecond
+
 // watcher looks all the time whether a node shows anything of an earlier life
 // of another after it has heard of a later one.
 type watcher struct {
@@ -33,7 +36,7 @@ func watch(t *testing.T, node, owner string, a kvferrypb.AdminClient) *watcher {
 	ctx, stop := context.WithCancel(t.Context())
 	w := &watcher{stop: stop}
 	w.work.Go(func() {
-		for ctx.Err() == nil {
+		for ; ctx.Err() == nil; pause(ctx, watchPause) {
 			heard, err := lives(ctx, a) // before it is asked for the publications
 			if err != nil {
 				continue

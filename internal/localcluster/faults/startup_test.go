@@ -4,13 +4,9 @@ import (
 	"context"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
@@ -79,49 +75,6 @@ func TestStartUp(t *testing.T) {
 		if err := move(t.Context(), newRequest("of the younger", 60), attach(t, younger.Engine), c.engine("decode-2"), true, patience); err != nil {
 			t.Error(err)
 		}
-	})
-
-	t.Run("seed restarted empty", func(t *testing.T) {
-		seed := c.must("prefill-0")
-		conf := configOf(t, seed)
-		c.kill(seed.Node)
-		l.more(2) // the others go on without it
-		if err := os.RemoveAll(conf.Node.StateDir); err != nil {
-			t.Fatal(err)
-		}
-		conf.Cluster.Join = nil
-		conf.Ports = config.Ports{Gossip: int(seed.Gossip.Port()), Peer: int(seed.Peer.Port()), Data: int(seed.Data.Port()), HTTP: int(seed.HTTP.Port())}
-		begin := time.Now()
-		again := startAgent(t, conf)
-		joins := another(t, seed, "late")
-		joins.Cluster.Join = []string{again.Gossip.String()}
-		late := startAgent(t, joins)
-		admin := dial(t, late.Engine)
-		want := map[string]uint64{seed.Node: again.Incarnation, "late": late.Incarnation}
-		for _, n := range c.Nodes()[1:] {
-			want[n.Node] = n.Incarnation
-		}
-		await(t, "the late node to see all", patience, func(ctx context.Context) error {
-			seen, err := lives(ctx, admin)
-			for n, life := range want {
-				if err == nil && seen[n] != life {
-					err = fmt.Errorf("it sees %s in life %d, want %d: %v", n, seen[n], life, seen)
-				}
-			}
-			return err
-		})
-		t.Logf("a node that joined through it sees all %v after its start", time.Since(begin).Round(time.Millisecond))
-		group, ctx := errgroup.WithContext(t.Context())
-		group.Go(func() error {
-			return move(ctx, newRequest("from the late one", 60), attach(t, late.Engine), c.engine("decode-3"), true, patience)
-		})
-		group.Go(func() error {
-			return move(ctx, newRequest("to the seed", 60), c.engine("prefill-2"), attach(t, again.Engine), false, patience)
-		})
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-		l.more(2)
 	})
 	l.end()
 }

@@ -27,22 +27,7 @@ func TestFaultsInMidTransfer(t *testing.T) {
 	const lease = 2 * time.Second
 	c := up(t, 1, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s",
 		"arena.layers=4", "arena.heads=8", "arena.head_dim=128") // 16 KiB a token
-	f := newFront(t)
-	conf := another(t, c.must("prefill-0"), "slow")
-	f.apply(conf)
-	owner := startAgent(t, conf)
-	for _, n := range c.Nodes() {
-		admin := dial(t, n.Engine)
-		await(t, n.Node+" to meet slow", patience, func(ctx context.Context) error {
-			res, err := admin.Peers(ctx, &kvferrypb.PeersRequest{})
-			for _, p := range res.GetItems() {
-				if p.GetNode() == "slow" && p.GetState() == "connected" {
-					return nil
-				}
-			}
-			return errors.Join(err, fmt.Errorf("peers %v", res.GetItems()))
-		})
-	}
+	f, owner := behind(t, c, "slow", nil)
 	from, to := attach(t, owner.Engine), c.engine("decode-0")
 	ownerAdmin := dial(t, owner.Engine)
 	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-1"), 30)

@@ -45,6 +45,9 @@ func weathers() map[string]func(t *testing.T, p *toxiproxy.Proxy) (heal func()) 
 	}
 }
 
+// foulWait is how long a request waits through it.
+const foulWait = 3 * time.Second
+
 // foulCodes are how a request may end whose owner is out of reach for a time.
 var foulCodes = []kvferrypb.Failure_Code{
 	kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_TRANSPORT, kvferrypb.Failure_DEADLINE, kvferrypb.Failure_NOT_FOUND,
@@ -56,30 +59,20 @@ var foulCodes = []kvferrypb.Failure_Code{
 // error, in time; another pair of nodes notices nothing; and once the weather is
 // over all is well without anybody doing anything.
 func TestWeather(t *testing.T) {
-	t.Parallel()
-	c := up(t, 1, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s", "timers.hold=4s")
-	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-1"), 30)
-	l.more(2)
-	t.Run("kinds", func(t *testing.T) {
-		for name, begin := range weathers() {
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				weather(t, c, l, name, begin)
-			})
-		}
-	})
-	l.end()
-	for _, n := range c.Nodes() {
-		awaitFree(t, n.Node, dial(t, n.Engine), patience)
+	for name, begin := range weathers() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			weather(t, name, begin)
+		})
 	}
 }
 
-func weather(t *testing.T, c *cluster, l *load, name string, begin func(*testing.T, *toxiproxy.Proxy) func()) {
-	f := newFront(t)
-	conf := another(t, c.must("prefill-0"), "behind-"+name)
-	f.apply(conf)
-	owner := startAgent(t, conf)
-	from, to := attach(t, owner.Engine), attach(t, c.must("decode-0").Engine)
+func weather(t *testing.T, name string, begin func(*testing.T, *toxiproxy.Proxy) func()) {
+	c := up(t, 1, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s", "timers.hold=4s")
+	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-1"), 30)
+	l.more(2)
+	f, owner := behind(t, c, "behind", nil)
+	from, to := attach(t, owner.Engine), c.engine("decode-0")
 	admin, reader := dial(t, owner.Engine), dial(t, c.must("decode-0").Engine)
 	one := func(what string, wait time.Duration) error {
 		r := newRequest(what+" of "+owner.Node, 90)
@@ -109,7 +102,7 @@ func weather(t *testing.T, c *cluster, l *load, name string, begin func(*testing
 		good, foul := 0, map[kvferrypb.Failure_Code]int{}
 		for i := range 4 {
 			start := time.Now()
-			err := one(fmt.Sprintf("%s on the %s port %d", name, port, i), hangLimit)
+			err := one(fmt.Sprintf("%s on the %s port %d", name, port, i), foulWait)
 			code := client.CodeOf(err)
 			switch {
 			case err == nil:
@@ -139,7 +132,11 @@ func weather(t *testing.T, c *cluster, l *load, name string, begin func(*testing
 		})
 	}
 	l.more(2)
+	l.end()
 	awaitFree(t, owner.Node, admin, patience)
+	for _, n := range c.Nodes() {
+		awaitFree(t, n.Node, dial(t, n.Engine), patience)
+	}
 	if _, err := admin.Status(t.Context(), &kvferrypb.StatusRequest{}); err != nil {
 		t.Error(errors.Join(errors.New("the owner does not answer"), err))
 	}

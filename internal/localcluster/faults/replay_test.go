@@ -1,0 +1,190 @@
+package faults
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/localcluster"
+	"github.com/kvferry/kvferry/internal/replay"
+)
+
+const (
+	// requestTimeout is how long a replayed request may take. Nothing here takes
+	// that long, so one that does hangs.
+	requestTimeout = 30 * time.Second
+	// settleTime is what the replay waits for at its end, more than hold and lease.
+	settleTime = 30 * time.Second
+	// longestFailure is how late a request may fail whose node is gone. One of which
+	// nobody has heard but a node that is gone waits as long as it may, if it came
+	// without a reference that names that node.
+	longestFailure = 20.0 // seconds
+)
+
+// TestReplayWhileNodesDie replays a trace with the command line on four prefill
+// and four decode nodes, while nodes are killed and started again at random, on
+// the same ports and on others, and stopped for a while. No byte is wrong, and
+// every request is ready or ends with a code that such a node explains.
+// Afterwards all nodes meet, all pages are free, and a node that lived through
+// it uses no more than before.
+func TestReplayWhileNodesDie(t *testing.T) {
+	for name, secure := range map[string]bool{"plain": false, "secure": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			replayWhileNodesDie(t, secure)
+		})
+	}
+}
+
+func replayWhileNodesDie(t *testing.T, secure bool) {
+	c := start(t, localcluster.Options{Prefill: 4, Decode: 4, Secure: secure, Set: []string{
+		"arena.pages=64", "arena.page_size=16",
+		"timers.hold=2s", "timers.lease=2s", "timers.lease_renew=500ms", "timers.session_grace=1s", "timers.stall=1s",
+	}})
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	rnd := rand.New(rand.NewPCG(seed, 0))
+	trace := filepath.Join(built.dir, "trace-"+filepath.Base(t.Name())+".jsonl")
+	var lines strings.Builder
+	for range 40 {
+		fmt.Fprintf(&lines, `{"timestamp": 0, "input_length": %d, "output_length": %d, "hash_ids": []}`+"\n", 1+rnd.IntN(300), rnd.IntN(30))
+	}
+	if err := os.WriteFile(trace, []byte(lines.String()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	args := []string{"replay", trace, "--timeout", requestTimeout.String(), "--settle", settleTime.String(), "-o", "json"}
+	for _, role := range []string{"prefill", "decode"} {
+		for _, socket := range c.Sockets(role) {
+			args = append(args, "--"+role, socket)
+		}
+	}
+
+	// With nobody dying every request is ready. It also makes every connection
+	// that there will be.
+	calm := begin(t, time.Minute, "", args...)
+	code := calm.code(t)
+	if r := reportOf(t, calm); code != 0 || !r.OK || r.Ready != r.Requests || r.Requests != 40 {
+		t.Fatalf("before anybody dies: exit code %d\n%s%s", code, calm.stdout.String(), calm.stderr.String())
+	}
+	// The seed is not spared.
+	spared := []string{"prefill-3", "decode-3"}
+	before := make(map[string]usage)
+	for _, name := range spared {
+		n := c.must(name)
+		var err error
+		if before[name], err = usageOf(c.ctx, n.PID, n.HTTP.String()); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	foul := begin(t, *soak+testLimit, "", append(args, "--loop", soak.String(), "--expect-failures")...)
+	await(t, "its engines at all nodes, which it wants at its start", patience, func(ctx context.Context) error {
+		for _, s := range c.Status(ctx) {
+			if s.Status.GetSessions() == 0 {
+				return fmt.Errorf("node %s has none: %w", s.Node.Node, errors.Join(s.Err, errors.New("no session")))
+			}
+		}
+		return nil
+	})
+	kills, stops, story := disturb(t, c, rnd, spared)
+	code = foul.code(t)
+	r := reportOf(t, foul)
+	t.Logf("%d nodes killed, %d stopped; %d of %d requests ready, %d lost, %.1f s: %s", kills, stops, r.Ready, r.Requests, r.Lost, r.ElapsedSeconds, failuresText(r))
+	if code != 0 {
+		t.Errorf("exit code %d\n%s", code, foul.stderr.String())
+	}
+	if r.WrongBytes != 0 || r.Early != 0 || r.VerifiedBytes != r.ReadyBytes || r.Ready+r.Failed != r.Requests || r.Unexplained() != nil {
+		t.Errorf("unexplained: %v\n%s", r.Unexplained(), foul.stdout.String())
+	}
+	for _, f := range r.Failures {
+		if f.Longest > longestFailure && f.Code != kvferrypb.Failure_NOT_FOUND.String() {
+			t.Errorf("a request ended with %s after %.1f s: %v", f.Code, f.Longest, f.Examples)
+		}
+	}
+	if kills == 0 || r.Ready < r.Requests/4 {
+		t.Errorf("%d nodes killed, %d of %d requests ready: nothing happened", kills, r.Ready, r.Requests)
+	}
+	for _, n := range r.Nodes {
+		if slices.Contains(spared, n.Node) && n.Lives != 1 {
+			t.Errorf("node %s was killed by nobody and has had %d lives", n.Node, n.Lives)
+		}
+	}
+
+	if t.Failed() {
+		t.Logf("what was done to the nodes:\n%s", story)
+	}
+	if err := c.Meet(c.ctx); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range c.Nodes() {
+		awaitFree(t, n.Node, dial(t, n.Engine), patience)
+	}
+	for _, name := range spared {
+		n := c.must(name)
+		awaitUsage(t, name, n.PID, n.HTTP.String(), before[name], 15)
+	}
+}
+
+// disturb kills nodes, but those that are spared, and starts them again, one at a
+// time, and stops any for a moment, as long as the soak.
+func disturb(t *testing.T, c *cluster, rnd *rand.Rand, spared []string) (kills, stops int, story string) {
+	t.Helper()
+	note := func(what string) { story += time.Now().Format("15:04:05.000 ") + what + "\n" }
+	ctx, cancel := context.WithTimeout(c.ctx, *soak)
+	defer cancel()
+	all := c.Nodes()
+	mortal := slices.DeleteFunc(slices.Clone(all), func(n localcluster.Node) bool { return slices.Contains(spared, n.Node) })
+	for ctx.Err() == nil {
+		pause(ctx, time.Duration(20+rnd.IntN(100))*time.Millisecond)
+		if kills == 0 || rnd.IntN(3) > 0 {
+			kills++
+			name := mortal[rnd.IntN(len(mortal))].Node
+			note("kill " + name)
+			if err := c.Restart(c.ctx, name, rnd.IntN(2) == 0); err != nil {
+				t.Fatal(err)
+			}
+			note(name + " is back")
+			continue
+		}
+		stops++
+		name := all[rnd.IntN(len(all))].Node
+		note("stop " + name)
+		if err := c.Kill(name, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		pause(c.ctx, time.Duration(200+rnd.IntN(1800))*time.Millisecond)
+		if err := c.Kill(name, syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+		note(name + " goes on")
+	}
+	return kills, stops, story
+}
+
+// reportOf is what a replay has said.
+func reportOf(t *testing.T, c *command) *replay.Report {
+	t.Helper()
+	var r replay.Report
+	if err := json.Unmarshal(c.stdout.Bytes(), &r); err != nil {
+		t.Fatalf("replay said no report: %v\n%s%s", err, c.stdout.String(), c.stderr.String())
+	}
+	return &r
+}
+
+func failuresText(r *replay.Report) string {
+	var all []string
+	for _, f := range r.Failures {
+		all = append(all, fmt.Sprintf("%s %d in up to %.1f s", f.Code, f.Count, f.Longest))
+	}
+	return strings.Join(all, ", ")
+}
