@@ -151,6 +151,33 @@ func (c *cluster) kill(name string) {
 	}
 }
 
+// freeze stops a node and waits until none of its threads runs: the signal alone
+// leaves it a moment in which it may still answer.
+func (c *cluster) freeze(name string) {
+	c.t.Helper()
+	if err := c.Kill(name, syscall.SIGSTOP); err != nil {
+		c.t.Fatal(err)
+	}
+	tasks := fmt.Sprintf("/proc/%d/task/*/stat", c.must(name).PID)
+	await(c.t, name+" to stand still", patience, func(context.Context) error {
+		stats, err := filepath.Glob(tasks)
+		if err != nil || len(stats) == 0 {
+			return errors.Join(err, errors.New("it has no threads"))
+		}
+		for _, path := range stats {
+			stat, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			// Its name, in parentheses, may hold anything.
+			if state := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])); len(state) == 0 || state[0] != "T" {
+				return fmt.Errorf("%s: %s", path, stat)
+			}
+		}
+		return nil
+	})
+}
+
 // await polls until probe returns nil; each call of it has two seconds.
 func await(t *testing.T, what string, limit time.Duration, probe func(ctx context.Context) error) {
 	t.Helper()

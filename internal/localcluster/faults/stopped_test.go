@@ -44,9 +44,7 @@ func TestOwnerIsStopped(t *testing.T) {
 		})
 	}
 
-	if err := c.Kill(owner, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	c.freeze(owner)
 	begin := time.Now()
 	// At once, while it is a member like any other.
 	wantFailure(t, to.retrieve(c.ctx, kept, kept.reference, patience), owner, life,
@@ -169,9 +167,7 @@ func TestEngineDies(t *testing.T) {
 			t.Fatal(err)
 		}
 		l.end()
-		if err := c.Kill(owner.Node, syscall.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
+		c.freeze(owner.Node)
 		defer func() { _ = c.Kill(owner.Node, syscall.SIGCONT) }()
 		kill := startEngine(t, victim.Engine, r.name, r.reference)
 		await(t, "the read", patience, func(ctx context.Context) error {
