@@ -3,6 +3,7 @@ package wire
 import (
 	"fmt"
 	"math"
+	"sync"
 
 	"github.com/ugorji/go/codec"
 
@@ -116,11 +117,19 @@ func unpack(b []byte, f *form, v any) error {
 	if err := f.check(b); err != nil {
 		return err
 	}
-	if err := codec.NewDecoderBytes(b, handle).Decode(v); err != nil {
+	d := decoders.Get().(*codec.Decoder)
+	d.ResetBytes(b)
+	err := d.Decode(v)
+	d.ResetBytes(nil) // the pool keeps no message
+	decoders.Put(d)
+	if err != nil {
 		return fmt.Errorf("%w: %w", ErrMessage, err)
 	}
 	return nil
 }
+
+// decoders are used again: a new one costs more than a message.
+var decoders = sync.Pool{New: func() any { return codec.NewDecoderBytes(nil, handle) }} //nolint:gochecknoglobals // it holds nothing
 
 // batch fills b in and returns how many pages are left to be unfolded.
 func (r *batchRecord) batch(b *Batch, maxPages int) (left int, err error) {
