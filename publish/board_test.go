@@ -1227,6 +1227,36 @@ func TestWindowIsBounded(t *testing.T) {
 	}
 }
 
+// TestRefusedStepEndsNothing: the release beside an announcement that found no
+// room says nothing of the publication's end, now or later, in whatever order
+// the steps come.
+func TestRefusedStepEndsNothing(t *testing.T) {
+	item := func(name, sequence id.Sequence, tokens int, releases ...id.Sequence) []byte {
+		a, err := toWire(publication(manager.PublicationID(name), id.Request(fmt.Sprint("r", name)), tokens, false))
+		if err != nil {
+			t.Fatal(err)
+		}
+		a.Publication, a.Sequence, a.TTLMillis = name, sequence, 60_000
+		return encode(t, wire.Batches{{Owner: alpha.Node.Hash(), Incarnation: alpha.Incarnation, Announcements: []wire.Announcement{a}, Releases: releases}})
+	}
+	grown := [][]byte{item(3, 11, 32, 3), item(3, 13, 48, 11), item(3, 15, 64, 3, 11, 13)}
+	for _, order := range [][]int{{0, 1}, {1, 0}, {1, 1, 0}, {1, 2, 0}, {2, 1, 0}, {2, 0, 1}, {1, 0, 2}} {
+		b := board(BoardOptions{Window: 4})
+		receive(t, b, t0, item(3, 3, 16), item(5, 5, 16), item(7, 7, 16), item(10, 10, 16)) // the window is full
+		for _, i := range order {
+			receive(t, b, t0, grown[i])
+			if _, err := b.ByName(t0, id.Publication{Owner: alpha, Sequence: 3}); err != nil {
+				t.Errorf("order %v: after %d: %v", order, i, err)
+			}
+		}
+		// The end is one all the same: it releases all steps.
+		receive(t, b, t0, encode(t, wire.Batches{{Owner: alpha.Node.Hash(), Incarnation: alpha.Incarnation, Releases: []id.Sequence{3, 11, 13, 15}}}))
+		if _, err := b.ByName(t0, id.Publication{Owner: alpha, Sequence: 3}); !errors.Is(err, ErrEnded) {
+			t.Errorf("order %v: after the end: %v", order, err)
+		}
+	}
+}
+
 func TestTablesAreBounded(t *testing.T) {
 	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{Tables: 10 * 4 * pageBytes}) // ten of four pages
 	var all []announcement

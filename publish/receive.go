@@ -110,25 +110,33 @@ func (b *Board) apply(now time.Time, v *view, g *wire.Batch) (news bool) {
 		b.raise(v, g.Floor)
 		news = true
 	}
-	var refused []id.Sequence // publications
+	var refused []*wire.Announcement
 	for i := range g.Announcements {
 		switch a := &g.Announcements[i]; b.announce(now, v, a, false) {
 		case isNews:
 			news = true
 		case noRoom, conflict:
-			refused = append(refused, a.Publication)
+			refused = append(refused, a)
 		case isLive, isOver:
 		}
 	}
 	for _, s := range g.Releases {
-		// It may only say that an announcement beside it took a step's place;
-		// without that one it would read as the publication's end.
-		if e := v.live[s]; e != nil && slices.Contains(refused, e.name) {
+		if slices.ContainsFunc(refused, func(a *wire.Announcement) bool { return v.replaces(a, s) }) {
 			continue
 		}
 		news = b.release(v, s) || news
 	}
 	return news
+}
+
+// replaces says whether the release of s may only say that a took its place.
+// Where a was refused it would read as the publication's end: at once if s is
+// live, else when the step that s has replaced is released.
+func (v *view) replaces(a *wire.Announcement, s id.Sequence) bool {
+	if e := v.live[s]; e != nil {
+		return e.name == a.Publication
+	}
+	return a.Publication <= s && s < a.Sequence
 }
 
 // raise applies the owner's floor.
