@@ -120,6 +120,8 @@ func (j *job) do(ctx context.Context) error {
 	defer noReader(nil)
 	offered, noPublisher := context.WithCancelCause(ctx)
 	defer noPublisher(nil)
+	// Also one that has published all of it: if nobody has heard, it died with it.
+	defer context.AfterFunc(j.prefill.ctx, func() { noPublisher(errOtherSide) })()
 	j.released = j.prefill.expectRelease(j.request)
 	var prefill, decode error
 	var sides sync.WaitGroup
@@ -138,6 +140,9 @@ func (j *job) do(ctx context.Context) error {
 		j.decode.giveBack()
 	})
 	sides.Wait()
+	if prefill == nil && errors.Is(decode, errOtherSide) {
+		prefill = context.Cause(j.prefill.ctx)
+	}
 	err := j.outcome(prefill, decode)
 	if err == nil {
 		err = j.awaitRelease(ctx)

@@ -194,6 +194,43 @@ func TestReaderIsReadyThoughItsPublisherDied(t *testing.T) {
 	}
 }
 
+// A publisher may die when it has published everything and nobody has heard of
+// it: its reader does not wait for what cannot come.
+func TestNobodyWaitsForWhatDiedUnheard(t *testing.T) {
+	o, c := testOptions(t, lies{}, 1, 1, 1)
+	o.Requests = slices.Repeat([]Request{{Input: 60, Output: 3}}, 3)
+	o.Concurrency, o.NodeWait = 1, 20*time.Second // and the first one has no reference
+	removed := make(chan struct{})
+	d := &dying{cluster: c}
+	c.hook = func(ctx context.Context, call fakeCall) error {
+		first := call.nth == 0 && call.node.incarnation == 1
+		switch {
+		case first && call.node.name == "prefill-0" && call.method == "Remove" && call.after:
+			close(removed)
+		case first && call.node.name == "decode-0" && call.method == "AdmitRetrieve" && !call.after:
+			<-removed
+			// The answer to Remove is on its way: the publisher is to have it first.
+			time.AfterFunc(100*time.Millisecond, func() {
+				c.node("prefill-0").kill()
+				d.err = c.restart("prefill-0")
+				d.back.Store(true)
+			})
+			<-ctx.Done() // it hears nothing
+			return context.Cause(ctx)
+		}
+		return nil
+	}
+	r, err := Run(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.wait(t)
+	checkLives(t, c, r)
+	if r.Ready != 2 || r.Lost != 1 || r.Elapsed() > o.Timeout/2 {
+		t.Errorf("want one lost at once and two ready: %v, %+v", r.Elapsed(), r)
+	}
+}
+
 // What nobody reads any more is given back when its hold is over, and the run
 // waits for that.
 func TestWhatADeadReaderLeavesRunsOut(t *testing.T) {

@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/internal/replay"
 )
@@ -25,9 +24,7 @@ const (
 	requestTimeout = 30 * time.Second
 	// settleTime is what the replay waits for at its end, more than hold and lease.
 	settleTime = 30 * time.Second
-	// longestFailure is how late a request may fail whose node is gone. One of which
-	// nobody has heard but a node that is gone waits as long as it may, if it came
-	// without a reference that names that node.
+	// longestFailure is how late a request may fail whose node is gone.
 	longestFailure = 20.0 // seconds
 )
 
@@ -107,7 +104,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 		t.Errorf("unexplained: %v\n%s", r.Unexplained(), foul.stdout.String())
 	}
 	for _, f := range r.Failures {
-		if f.Longest > longestFailure && f.Code != kvferrypb.Failure_NOT_FOUND.String() {
+		if f.Longest > longestFailure {
 			t.Errorf("a request ended with %s after %.1f s: %v", f.Code, f.Longest, f.Examples)
 		}
 	}
