@@ -89,7 +89,7 @@ func TestEnvelopeBytes(t *testing.T) {
 }
 
 func TestEnvelopesFitAPacket(t *testing.T) {
-	ring, label := ringOf(maxGeneration, 1, 2, 3, 4, 5, 6, 7, 8), strings.Repeat("l", MaxLabel)
+	ring, label := ringOf(MaxGeneration, 1, 2, 3, 4, 5, 6, 7, 8), strings.Repeat("l", MaxLabel)
 	longest := goldLife
 	longest.Node = "n"
 	for len(longest.Node) < 64 {

@@ -38,9 +38,9 @@ type errand struct {
 	from netip.AddrPort
 }
 
-// send hands an errand to a fetcher. One that finds no place comes again with the
+// assign hands an errand to a fetcher. One that finds no place comes again with the
 // next answer.
-func (c *Cluster) send(e errand) {
+func (c *Cluster) assign(e errand) {
 	select {
 	case c.errands <- e:
 	default:

@@ -96,7 +96,7 @@ func TestProvedMemberFetchesTheRing(t *testing.T) {
 func TestGenerationsDoNotLeap(t *testing.T) {
 	t.Parallel()
 	k := newKeyring(Options{Ring: ringOf(5, 1), Label: "kvferry"}, &counters{})
-	for _, g := range []uint64{5 + maxLeap + 1, maxGeneration} {
+	for _, g := range []uint64{5 + maxLeap + 1, MaxGeneration} {
 		if changed, err := k.replace(t.Context(), ringOf(g, 1, 2), nil); changed || err == nil {
 			t.Errorf("generation %d: changed %v, %v", g, changed, err)
 		}

@@ -24,8 +24,9 @@ const (
 	KeyBytes = 32
 	// MaxKeys is how many a ring holds at most.
 	MaxKeys = 8
-	// maxGeneration leaves room for changes whatever a member claims.
-	maxGeneration = 1 << 48
+	// MaxGeneration is the highest of a ring: it leaves room for changes whatever a
+	// member claims.
+	MaxGeneration = 1 << 48
 	// maxLeap is how many changes a member may have missed: nobody is to use up
 	// the generations.
 	maxLeap = 1 << 20
@@ -93,7 +94,7 @@ func (r Ring) check() error {
 	if len(r.Keys) > MaxKeys {
 		return fmt.Errorf("%d gossip keys, want at most %d", len(r.Keys), MaxKeys)
 	}
-	if r.Generation > maxGeneration || r.Generation > 0 && len(r.Keys) == 0 {
+	if r.Generation > MaxGeneration || r.Generation > 0 && len(r.Keys) == 0 {
 		return fmt.Errorf("generation %d of %d gossip keys", r.Generation, len(r.Keys))
 	}
 	for i, key := range r.Keys {

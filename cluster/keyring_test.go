@@ -62,14 +62,14 @@ func TestRingCheck(t *testing.T) {
 		"twice":            ringOf(0, 1, 2, 1),
 		"nine":             ringOf(0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
 		"none, later":      ringOf(1),
-		"past the last":    ringOf(maxGeneration+1, 1),
+		"past the last":    ringOf(MaxGeneration+1, 1),
 		"longer than that": {Keys: [][]byte{make([]byte, 33)}},
 	} {
 		if r.check() == nil {
 			t.Errorf("%s: taken", name)
 		}
 	}
-	for _, r := range []Ring{{}, ringOf(0, 1), ringOf(maxGeneration, 1, 2, 3, 4, 5, 6, 7, 8)} {
+	for _, r := range []Ring{{}, ringOf(0, 1), ringOf(MaxGeneration, 1, 2, 3, 4, 5, 6, 7, 8)} {
 		if err := r.check(); err != nil {
 			t.Errorf("%s: %v", r, err)
 		}

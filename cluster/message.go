@@ -296,7 +296,7 @@ func (r *reader) life() id.Life {
 func (r *reader) edition() edition {
 	e := edition{generation: r.uint64()}
 	n := int(r.byte())
-	if n == 0 || n > MaxKeys || e.generation > maxGeneration {
+	if n == 0 || n > MaxKeys || e.generation > MaxGeneration {
 		r.bad = true
 	}
 	for range n {

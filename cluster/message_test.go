@@ -108,7 +108,7 @@ func TestMessageRefuses(t *testing.T) {
 		"ring? of no keys": encodeRingAsk(1, edition{generation: 1}),
 		"ring? of nine":    encodeRingAsk(1, ringOf(1, 1, 2, 3, 4, 5, 6, 7, 8, 9).edition()),
 		"ring? twice":      encodeRingAsk(1, ringOf(1, 1, 1).edition()),
-		"ring? past all":   encodeRingAsk(1, ringOf(maxGeneration+1, 1).edition()),
+		"ring? past all":   encodeRingAsk(1, ringOf(MaxGeneration+1, 1).edition()),
 		"ring? and more":   append(encodeRingAsk(1, goldRing.edition()), 0),
 		"ring, wrong key":  encodeRingAnswer(1, goldLife, goldRing.edition(), [][]byte{key(1), key(3)}, ""),
 		"ring, one key":    encodeRingAnswer(1, goldLife, goldRing.edition(), goldRing.Keys[:1], ""),

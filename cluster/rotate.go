@@ -214,7 +214,7 @@ func (c *Cluster) change(ctx context.Context, step string, key KeyID, next func(
 	if after.edition().same(base) {
 		return nil
 	}
-	if after.Generation++; after.Generation > maxGeneration {
+	if after.Generation++; after.Generation > MaxGeneration {
 		return wrap(errors.New("the ring cannot be changed any more: set cluster.keyring anew on all nodes, and restart them together"))
 	}
 	made := after.edition()

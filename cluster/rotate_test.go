@@ -251,7 +251,7 @@ func TestRotationRefuses(t *testing.T) {
 	must(t, alone.RemoveKey(t.Context(), IDOf(key(4)), false))
 	must(t, alone.AddKey(t.Context(), key(9)))
 	wantRing(t, ringOf(2, 1, 2, 3, 5, 6, 7, 8, 9), alone)
-	o.Ring.Generation = maxGeneration
+	o.Ring.Generation = MaxGeneration
 	o.Life.Node = "last"
 	if err := launch(t, o).UseKey(t.Context(), IDOf(key(2)), false); err == nil || !strings.Contains(err.Error(), "cluster.keyring") {
 		t.Errorf("after the last generation: %v", err)

@@ -80,7 +80,7 @@ func (c *Cluster) takeRing(ctx context.Context, m message, from netip.AddrPort) 
 		return
 	}
 	if _, own := c.keys.now(); c.errands != nil && m.edition.newer(own) {
-		c.send(errand{m, from})
+		c.assign(errand{m, from})
 		return
 	}
 	c.adopt(ctx, m)

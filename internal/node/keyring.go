@@ -36,7 +36,6 @@ const (
 	keyringTitle = "kvferry keyring 1"
 	keyringMode  = 0o600
 	maxKeyring   = 64 << 10 // bytes of the file
-	maxRing      = 1 << 48  // generation: no cluster takes a higher one
 )
 
 func (n *Node) openKeyring(context.Context) (err error) {
@@ -152,8 +151,8 @@ func decodeRing(b []byte) (ring cluster.Ring, origin string, err error) {
 	if sum, err := hex.DecodeString(origin); err != nil || len(sum) != sha256.Size {
 		return ring, "", errors.New("line 2 does not name a configuration")
 	}
-	if ring.Generation, err = strconv.ParseUint(lines[2], 10, 64); err != nil || ring.Generation > maxRing {
-		return ring, "", fmt.Errorf("line 3 is no generation, up to %d", uint64(maxRing))
+	if ring.Generation, err = strconv.ParseUint(lines[2], 10, 64); err != nil || ring.Generation > cluster.MaxGeneration {
+		return ring, "", fmt.Errorf("line 3 is no generation, up to %d", uint64(cluster.MaxGeneration))
 	}
 	if keys := len(lines) - 3; keys > cluster.MaxKeys {
 		return ring, "", fmt.Errorf("%d keys, want at most %d", keys, cluster.MaxKeys)

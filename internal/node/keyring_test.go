@@ -102,7 +102,7 @@ func TestKeyringFile(t *testing.T) {
 	for name, bad := range map[string][]byte{
 		"empty": nil, "cut": good[:len(good)-1], "another title": bytes.Replace(good, []byte("1\n"), []byte("2\n"), 1),
 		"no generation": bytes.Replace(good, []byte("\n12\n"), []byte("\n-1\n"), 1),
-		"out of range":  bytes.Replace(good, []byte("\n12\n"), fmt.Appendf(nil, "\n%d\n", uint64(maxRing)+1), 1),
+		"out of range":  bytes.Replace(good, []byte("\n12\n"), fmt.Appendf(nil, "\n%d\n", uint64(cluster.MaxGeneration)+1), 1),
 		"a key twice":   append(bytes.Clone(good), "YmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmI=\n"...),
 		"too many keys": append(bytes.Clone(good), bytes.Repeat([]byte("YmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmJiYmI=\n"), cluster.MaxKeys)...),
 		"no origin":     bytes.Replace(good, []byte("0fe2"), []byte("zzzz"), 1),
@@ -155,7 +155,7 @@ func TestKeyringIsPrivate(t *testing.T) {
 // TestKeyringFits: what is taken from the file the cluster takes, too, and what
 // it would not is refused where the file is read.
 func TestKeyringFits(t *testing.T) {
-	for generation, fits := range map[uint64]bool{maxRing: true, maxRing + 1: false} {
+	for generation, fits := range map[uint64]bool{cluster.MaxGeneration: true, cluster.MaxGeneration + 1: false} {
 		c, err := cluster.Start(cluster.Options{
 			Life: id.Life{Node: "n", Incarnation: 1}, Meta: cluster.Meta{Peer: netip.MustParseAddrPort("127.0.0.1:1")}, Label: "t",
 			Bind: netip.MustParseAddrPort("127.0.0.1:0"), Ring: ringOf(generation, "ba"), Handler: deaf{},
