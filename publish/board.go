@@ -55,7 +55,7 @@ type BoardStats struct {
 	Unparked   uint64 // items that waited for a member in vain, or found no room to wait
 	Evicted    uint64 // entries given up for lack of room
 	Refused    uint64 // announcements refused for lack of room
-	Gaps       uint64 // announcements refused since the owner's window was full
+	Gaps       uint64 // announcements and releases refused since the owner's window was full
 	NoTable    uint64 // page tables given up for lack of room
 	Conflicts  uint64 // announcements that contradict an earlier one
 	Collisions uint64 // members refused since another has the same hash of its name

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -1253,6 +1254,36 @@ func TestRefusedStepEndsNothing(t *testing.T) {
 		receive(t, b, t0, encode(t, wire.Batches{{Owner: alpha.Node.Hash(), Incarnation: alpha.Incarnation, Releases: []id.Sequence{3, 11, 13, 15}}}))
 		if _, err := b.ByName(t0, id.Publication{Owner: alpha, Sequence: 3}); !errors.Is(err, ErrEnded) {
 			t.Errorf("order %v: after the end: %v", order, err)
+		}
+	}
+}
+
+// TestReleaseInDoubtCounts: what was released of a life that was dropped and is
+// back is not made live by a snapshot from before, though the window is full.
+func TestReleaseInDoubtCounts(t *testing.T) {
+	l, b := NewLog(LogOptions{Life: alpha}), board(BoardOptions{Window: 4})
+	for i := range manager.PublicationID(18) {
+		receive(t, b, t0, announce(t, l, t0, publication(i+1, "r", 16, false), time.Hour).items...)
+	}
+	before := l.Live(t0)
+	b.Member(t0, alpha, false)
+	later := t0.Add(time.Minute)
+	b.Tick(later) // dropped
+	b.Member(later, alpha, true)
+	for _, p := range []manager.PublicationID{7, 9, 14, 18} { // the last one makes no range more
+		receive(t, b, later, release(t, l, later, p)...)
+	}
+	if err := b.Sync(later, alpha, before); err != nil {
+		t.Fatal(err)
+	}
+	verify(t, b, later)
+	got := shown(b, later)
+	if len(got) != 14 {
+		t.Errorf("%d show: %v", len(got), got)
+	}
+	for _, ended := range []string{"/7@7", "/9@9", "/14@14", "/18@18"} {
+		if slices.ContainsFunc(got, func(name string) bool { return strings.HasSuffix(name, ended) }) {
+			t.Errorf("%s is back", ended)
 		}
 	}
 }

@@ -178,8 +178,10 @@ func (b *Board) release(v *view, s id.Sequence) (news bool) {
 		return true
 	}
 	if v.known.has(s) {
-		if v.doubt.has(s) && len(v.doubt.ranges) < b.o.Window {
+		if len(v.doubt.ranges) < b.o.Window || !v.doubt.parts(s) {
 			v.doubt.remove(s)
+		} else {
+			b.stats.Gaps++ // a snapshot, which doubt asks for, says it again
 		}
 		return false
 	}

@@ -58,6 +58,12 @@ func (q *sequences) splits(s id.Sequence) bool {
 	return i == 0 || q.ranges[i-1].last+1 != s
 }
 
+// parts says whether removing s would make a range more.
+func (q *sequences) parts(s id.Sequence) bool {
+	i := q.at(s)
+	return i < len(q.ranges) && q.ranges[i].first < s && s < q.ranges[i].last
+}
+
 // add puts first to last in, which may be partly in.
 func (q *sequences) add(first, last id.Sequence) {
 	if first > last || first == 0 {

@@ -36,8 +36,12 @@ func TestSequences(t *testing.T) {
 			},
 			"remove": func(t *rapid.T) {
 				s := rapid.IntRange(1, most).Draw(t, "s")
+				before, parts := len(q.ranges), q.parts(id.Sequence(s))
 				q.remove(id.Sequence(s))
 				plain[s] = false
+				if parts != (len(q.ranges) > before) {
+					t.Fatalf("%v: parts(%d) was %v", q.ranges, s, parts)
+				}
 			},
 			"cut": func(t *rapid.T) {
 				s := rapid.IntRange(0, most).Draw(t, "s")
