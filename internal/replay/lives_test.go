@@ -201,7 +201,7 @@ func TestNobodyWaitsForWhatDiedUnheard(t *testing.T) {
 	o.Requests = slices.Repeat([]Request{{Input: 60, Output: 3}}, 3)
 	o.Concurrency, o.NodeWait = 1, 20*time.Second // and the first one has no reference
 	removed := make(chan struct{})
-	d := &dying{cluster: c}
+	d := &dying{cluster: c, pause: 100 * time.Millisecond}
 	c.hook = func(ctx context.Context, call fakeCall) error {
 		first := call.nth == 0 && call.node.incarnation == 1
 		switch {
@@ -209,8 +209,9 @@ func TestNobodyWaitsForWhatDiedUnheard(t *testing.T) {
 			close(removed)
 		case first && call.node.name == "decode-0" && call.method == "AdmitRetrieve" && !call.after:
 			<-removed
-			// The answer to Remove is on its way: the publisher is to have it first.
-			time.AfterFunc(100*time.Millisecond, func() {
+			d.work.Go(func() {
+				// The answer to Remove is on its way: the publisher is to have it first.
+				time.Sleep(d.pause)
 				c.node("prefill-0").kill()
 				d.err = c.restart("prefill-0")
 				d.back.Store(true)
