@@ -35,6 +35,7 @@ var table = []struct{ pkg, may string }{
 	{"manager", "internal/id internal/page"},
 	{"transfer", "internal/id internal/page internal/memory"},
 	{"api/wire", "internal/id internal/page"},
+	{"internal/kv", "internal/id internal/page"},
 
 	// 3
 	{"transfer/transfertest", "internal/id internal/memory transfer"},
@@ -45,12 +46,12 @@ var table = []struct{ pkg, may string }{
 	{"publish", "internal/id internal/page api/wire manager"},
 
 	// 4
-	{"internal/node", "internal/id internal/identity internal/page internal/memory internal/config rdma cuda cluster api/kvferrypb " +
+	{"internal/node", "internal/id internal/identity internal/page internal/kv internal/memory internal/config rdma cuda cluster api/kvferrypb " +
 		"manager transfer api/wire transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread publish"},
 	{"api/client", "internal/id internal/page internal/memory api/kvferrypb"},
 	{"internal/localcluster", "internal/id internal/identity internal/memory internal/config configs api/client api/kvferrypb"},
 	{"internal/replay", "internal/id internal/page api/client api/kvferrypb"},
-	{"internal/bench", "internal/id internal/page internal/memory transfer transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread " +
+	{"internal/bench", "internal/id internal/page internal/kv internal/memory transfer transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread " +
 		"api/client api/kvferrypb api/wire manager cluster publish"},
 
 	// 5

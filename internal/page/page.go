@@ -26,6 +26,12 @@ type Index uint32
 // Sink is the page that takes the padding of captured steps. No stream holds it.
 const Sink Index = 0
 
+// Slot is where one token lies.
+type Slot struct {
+	Page Index
+	Slot int32 // in the page, from 0
+}
+
 // Count is how many pages of size token slots hold so many tokens.
 func Count(tokens, size int) int {
 	if tokens <= 0 {
