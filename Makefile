@@ -7,7 +7,7 @@ SOAK ?= 10m
 FUZZ ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test race check fuzz bench soak test-rdma generate docs clean
+.PHONY: help build demo test race check model fuzz bench soak test-rdma generate docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,7 +26,8 @@ test: ## all tests, the race detector included (some minutes; scripts/test.sh ru
 race: ## the Go tests alone, under the race detector, not from the cache
 	go test -race -count=1 -timeout 15m -tags "$(TAGS)" ./...
 
-check: ## format, lint, import table, and that go.mod and generated code are as they would be made
+check: ## format, lint, import table, that go.mod and generated code are as they would be made, and the model
+	@scripts/deps.sh check
 	$(LINT) config verify -c .ci/golangci.yml
 	$(LINT) fmt -c .ci/golangci.yml --diff
 	$(LINT) run -c .ci/golangci.yml
@@ -34,6 +35,11 @@ check: ## format, lint, import table, and that go.mod and generated code are as 
 	go mod tidy -diff
 	go test -count=1 ./internal/layers
 	scripts/generated.sh
+	scripts/model.sh
+
+model: ## the model of read safety alone (docs/model); M="NAME...": some of its runs, with their counterexamples
+	@scripts/deps.sh check
+	@scripts/model.sh $(M)
 
 fuzz: ## every fuzz test for FUZZ=60s
 	scripts/fuzz.sh $(FUZZ)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# deps.sh [--check] [build|test|bench]
+# deps.sh [--check] [build|check|test|bench]
 #
-# Says what this machine lacks to build kvferry (build), to run all of its
-# tests (test, the default), or to run its benchmarks too (bench), and
-# installs it by apt where it may: as root, or by a sudo that asks nothing.
+# Says what this machine lacks to build kvferry (build), to check it (check),
+# to run all of its tests (test, the default), or to run its benchmarks too
+# (bench), and installs it by apt where it may: as root, or by a sudo that asks
+# nothing.
 #
 # --check installs nothing. Exit: 0 all there; 2 something is missing and
 # cannot be installed from here (the one command that would is printed);
@@ -16,7 +17,7 @@ die() { echo "deps: $*" >&2; exit 2; }
 check=
 [ "${1:-}" = --check ] && { check=1; shift; }
 scope=${1:-test}
-case $scope in build | test | bench) ;; *) die "usage: deps.sh [--check] [build|test|bench]" ;; esac
+case $scope in build | check | test | bench) ;; *) die "usage: deps.sh [--check] [build|check|test|bench]" ;; esac
 export PATH=$PATH:/usr/local/go/bin:/usr/sbin:/sbin
 
 missing=() # packages of Debian
@@ -60,6 +61,9 @@ if ! command -v go >/dev/null || [ "$(go_minor)" -lt 21 ]; then
 	fi
 fi
 
+# ---- check: the model checker of docs/model, which uses gcc too.
+[ "$scope" != check ] || need spin spin
+
 # ---- bench: the yardstick of the TCP figures.
 [ "$scope" != bench ] || need iperf3 iperf3
 
@@ -71,7 +75,7 @@ bootable() {
 	done
 	return 1
 }
-if [ "$scope" != build ] && [ "$(uname -m)" = x86_64 ]; then
+if [[ $scope == test || $scope == bench ]] && [ "$(uname -m)" = x86_64 ]; then
 	need qemu-system-x86_64 qemu-system-x86
 	need busybox busybox-static
 	need cpio cpio
