@@ -9,160 +9,250 @@ import (
 	"github.com/kvferry/kvferry/internal/page"
 )
 
-// Segment appends Span tokens to a stream in one step; 0 only reads it.
-type Segment struct {
-	Request id.Request
-	Label   id.Label
-	Span    int
-}
-
-// Step is one forward pass over many requests. At most one segment a (request, label).
-type Step struct {
-	Segments []Segment
-	// Discard: the tokens of the step do not become part of the streams (M*'s commit=false).
-	Discard bool
-	// Combined packs the segments of several labels into one plan label.
-	Combined []Combined
-}
-
-// Combined packs the segments of Sources, in this order, label by label, under
-// Label. Each source is in at most one Combined.
-type Combined struct {
-	Sources []id.Label
-	Label   id.Label
-}
-
-// Token names an admitted step, from 1, never reused. It ends with Commit or Abort.
-type Token uint64
-
-// step is an admitted step.
-type step struct {
-	segments []segment // as they were given
-	discard  bool
-	order    []int32 // of segments, in pack order; empty: as they were given
-	plans    []packed
-}
-
-// packed is one plan label: the segments [from, to) of the pack order.
-type packed struct {
-	label    id.Label
-	from, to int
-}
-
-type segment struct {
-	request    *request
-	stream     *stream
-	epoch      uint32 // of the request at Admit
-	base, span int    // tokens: stored at Admit, and new
-}
-
-// live reports whether the stream is still the one that the step was admitted to.
-func (g *segment) live() bool { return g.epoch == g.request.epoch }
-
-// overtaken reports whether another step has written where this one would.
-func (g *segment) overtaken() bool { return g.span > 0 && g.base != g.stream.stored }
-
-// at returns the i-th segment in pack order.
-func (s *step) at(i int) *segment {
-	if len(s.order) > 0 {
-		i = int(s.order[i])
-	}
-	return &s.segments[i]
-}
-
 // Admit reserves pages for all that the step will write, or nothing. Streams
-// that do not exist are created.
+// that do not exist are created. If the lane has staged this very step
+// ([Manager.Stage]), that one is it; another staged one is dropped.
 //
 // It refuses, and holds nothing then: unknown requests (ErrUnknownRequest),
-// requests that are being read into (ErrReading), duplicates, bad spans, bad
-// labels and bad Combined (ErrInvalid), too few free pages
-// ([*AllocationError]), and more steps or labels than the bounds allow
-// ([*FullError]).
+// requests that are being read into (ErrReading), streams that are not on the
+// device ([*OffloadingError]), duplicates, bad spans, bad labels, bad forks and
+// bad Combined (ErrInvalid), too few free pages ([*AllocationError]), and more
+// steps, labels, forks, or tokens than the bounds allow ([*FullError]).
 //
 // A stream may be admitted again while a step on it is in flight, but only one
-// of these steps can be committed.
+// of these steps can be committed. A request of which a stream is forked is in
+// one step alone (ErrStepInFlight).
 func (m *Manager) Admit(s Step) (Token, error) {
 	m.mu.Lock()
 	defer m.unlock()
-	if len(m.steps) >= m.limits.steps {
-		return 0, fmt.Errorf("admit: %w", &FullError{"steps in flight", m.limits.steps})
+	if t, ok := m.staged[s.Lane]; ok {
+		delete(m.staged, s.Lane)
+		if a := m.steps[t]; a.staged.equal(&s) && a.current() {
+			m.promote(a)
+			return t, nil
+		}
+		m.drop(t)
 	}
-	m.lastToken++ // a refused one is not used again, it has marked streams as seen
+	t, err := m.open(s, nil)
+	if err != nil {
+		return 0, fmt.Errorf("admit: %w", err)
+	}
+	return t, nil
+}
+
+// open makes a step of s; staged is that step as its own, or nil.
+func (m *Manager) open(s Step, staged *Step) (Token, error) {
+	if len(m.steps) >= m.limits.steps {
+		return 0, &FullError{"steps in flight", m.limits.steps}
+	}
+	m.lastToken++ // a refused one is not used again, it has left its mark on streams
 	t := m.lastToken
 	a := m.spare
 	if a == nil {
 		a = new(step)
 	}
 	m.spare = nil
-	a.discard = s.Discard
-	if err := m.admit(t, a, s); err != nil {
+	a.discard, a.lease, a.staged = s.Discard, s.Lease, staged
+	if err := m.admit(t, a, &s); err != nil {
+		for _, g := range slices.Backward(a.created) {
+			g.request.drop(g.stream)
+		}
 		m.recycle(a)
-		return 0, fmt.Errorf("admit: %w", err)
+		return 0, err
 	}
 	m.steps[t] = a
 	return t, nil
 }
 
-func (m *Manager) admit(t Token, a *step, s Step) (err error) {
-	var created []segment // streams to be taken back if the step is refused
-	defer func() {
-		if err != nil {
-			for _, g := range slices.Backward(created) {
-				g.request.drop(g.stream)
+// admit walks the step in the order in which it will happen, with the length
+// that each stream then has, and reserves the most that each reaches.
+func (m *Manager) admit(t Token, a *step, s *Step) error {
+	if slots := m.geometry.Layout.Pages * m.size; s.Lease.Slot < 0 || s.Lease.Tokens < 0 || s.Lease.Tokens > slots {
+		return fmt.Errorf("%w: lease of slot %d, %d tokens, and the arena has room for %d", ErrInvalid, s.Lease.Slot, s.Lease.Tokens, slots)
+	}
+	if max(len(s.PreForks), len(s.PostForks)) > m.limits.labels {
+		return &FullError{"forks before or after a step, as many as labels", m.limits.labels}
+	}
+	if err := m.resolve(t, s); err != nil {
+		return err
+	}
+	if err := m.walkForks(t, a, s.PreForks); err != nil {
+		return err
+	}
+	a.pre = len(a.forks)
+	if err := m.walkSegments(t, a, s); err != nil {
+		return err
+	}
+	if err := m.walkForks(t, a, s.PostForks); err != nil {
+		return err
+	}
+	if err := m.packing.pack(a, s); err != nil {
+		return err
+	}
+	if err := m.enough(a); err != nil {
+		return err
+	}
+	m.reserve(a)
+	a.carry(0, a.pre)
+	return nil
+}
+
+// resolve finds the requests that forks are made for.
+func (m *Manager) resolve(t Token, s *Step) error {
+	m.rows = m.rows[:0]
+	if len(s.PreForks)+len(s.PostForks) == 0 {
+		return nil
+	}
+	row := func(r id.Request) error {
+		req := m.requests[r]
+		switch {
+		case req == nil:
+			return fmt.Errorf("%q: %w", r, ErrUnknownRequest)
+		case req.row == t:
+			return nil
+		case req.reading != nil:
+			return fmt.Errorf("%q: %w", r, ErrReading)
+		case req.inFlight > 0:
+			return fmt.Errorf("fork of %q: %w", r, ErrStepInFlight)
+		}
+		req.row = t
+		m.rows = append(m.rows, req)
+		return nil
+	}
+	if s.Rows != nil {
+		for _, r := range s.Rows {
+			if err := row(r); err != nil {
+				return err
 			}
 		}
-	}()
+		return nil
+	}
+	for _, g := range s.Segments {
+		if err := row(g.Request); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
-	var pages, tokens, tight int // tight is the first segment that does not fit
-	for i, g := range s.Segments {
+// touch makes a stream one that the step takes somewhere.
+func (m *Manager) touch(t Token, req *request, st *stream) (*reach, error) {
+	if st.state != Resident {
+		return nil, &OffloadingError{req.id, st.label}
+	}
+	if st.reach.step != t {
+		st.reach = reach{step: t, tokens: st.stored, own: st.stored}
+	}
+	return &st.reach, nil
+}
+
+func (m *Manager) walkForks(t Token, a *step, forks []Fork) error {
+	for _, f := range forks {
+		if f.From == f.To {
+			return fmt.Errorf("%w: fork of label %q onto itself", ErrInvalid, f.From)
+		}
+		if err := f.To.Validate(); err != nil {
+			return fmt.Errorf("%w: fork of %q: %w", ErrInvalid, f.From, err)
+		}
+		for _, req := range m.rows {
+			if err := m.walkFork(t, a, req, f); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (m *Manager) walkFork(t Token, a *step, req *request, f Fork) error {
+	source := req.stream(f.From)
+	if source == nil {
+		return nil // a row that pads
+	}
+	from, err := m.touch(t, req, source)
+	if err != nil {
+		return err
+	}
+	target := req.stream(f.To)
+	if target == nil {
+		if target, err = m.create(a, req, f.To); err != nil {
+			return err
+		}
+	}
+	to, err := m.touch(t, req, target)
+	if err != nil {
+		return err
+	}
+	tokens := from.tokens
+	a.forks = append(a.forks, fork{
+		request: req, from: source, to: target, epoch: req.epoch, source: from.list,
+		tokens: tokens, reach: tokens, released: source.released, prefix: source.prefix,
+	})
+	if from.list > 0 { // it has been forked itself: the length is its source's
+		up := &a.forks[from.list-1]
+		last := &a.forks[len(a.forks)-1]
+		last.released, last.prefix = up.released, up.prefix
+	}
+	to.tokens, to.list = tokens, int32(len(a.forks))
+	return nil
+}
+
+func (m *Manager) walkSegments(t Token, a *step, s *Step) error {
+	tokens := 0
+	for i := range s.Segments {
+		g := &s.Segments[i]
 		req := m.requests[g.Request]
 		switch {
 		case req == nil:
 			return fmt.Errorf("%q: %w", g.Request, ErrUnknownRequest)
 		case req.reading != nil:
 			return fmt.Errorf("%q: %w", g.Request, ErrReading)
+		case req.forking != nil:
+			return fmt.Errorf("%q: it is being forked: %w", g.Request, ErrStepInFlight)
 		case g.Span < 0 || g.Span > math.MaxInt32-tokens:
 			return fmt.Errorf("%w: %q label %q: span %d", ErrInvalid, g.Request, g.Label, g.Span)
 		}
-		st := req.byLabel[g.Label]
+		st := req.stream(g.Label)
 		if st == nil {
-			if err := m.mayAdd(req, g.Label); err != nil {
+			var err error
+			if st, err = m.create(a, req, g.Label); err != nil {
 				return err
 			}
-			st = req.add(g.Label)
-			created = append(created, segment{request: req, stream: st})
 		}
-		if st.seen == t {
+		to, err := m.touch(t, req, st)
+		if err != nil {
+			return err
+		}
+		end := to.tokens + g.Span
+		switch {
+		case to.written:
 			return fmt.Errorf("%w: two segments of %q label %q", ErrInvalid, g.Request, g.Label)
+		case end > m.limits.tokens:
+			return fmt.Errorf("%q label %q: %w", g.Request, g.Label, &FullError{"tokens a stream", m.limits.tokens})
 		}
-		st.seen = t
+		a.segments = append(a.segments, segment{req, st, req.epoch, to.tokens, g.Span, to.list})
+		to.written = true
+		if to.list > 0 {
+			f := &a.forks[to.list-1]
+			f.reach = max(f.reach, end)
+		} else {
+			to.own = end
+		}
+		if !s.Discard {
+			to.tokens = end
+		}
 		tokens += g.Span
-		pages += max(0, page.Count(st.stored+g.Span, m.size)-len(st.pages))
-		if pages <= m.arena.counts[free] {
-			tight = i + 1
-		}
-		a.segments = append(a.segments, segment{req, st, req.epoch, st.stored, g.Span})
-	}
-	if err := m.packing.pack(a, s); err != nil {
-		return err
-	}
-	if short := pages - m.arena.counts[free]; short > 0 {
-		g := s.Segments[tight]
-		return &AllocationError{Request: g.Request, Label: g.Label, Short: short, Free: m.arena.counts[free]}
-	}
-
-	for i := range a.segments {
-		g := &a.segments[i]
-		if n := page.Count(g.base+g.span, m.size) - len(g.stream.pages); n > 0 {
-			g.stream.pages, _ = m.arena.take(g.stream.pages, n)
-			g.stream.mutation++
-		}
-		g.request.inFlight++
-		if g.span > 0 {
-			g.stream.writing++
-		}
 	}
 	return nil
+}
+
+// create makes a stream for the step.
+func (m *Manager) create(a *step, req *request, l id.Label) (*stream, error) {
+	if err := m.mayAdd(req, l); err != nil {
+		return nil, err
+	}
+	st := req.add(l)
+	a.created = append(a.created, segment{request: req, stream: st, epoch: req.epoch})
+	return st, nil
 }
 
 // mayAdd checks the label and the bound of labels.
@@ -176,184 +266,104 @@ func (m *Manager) mayAdd(req *request, l id.Label) error {
 	return nil
 }
 
-// packing is the scratch memory that pack works in.
-type packing struct {
-	index  map[id.Label]int32 // label to group
-	groups []group
-	of     []int32 // a segment's group
-	order  []int32 // groups in pack order
-}
-
-// group is the segments of one label.
-type group struct {
-	label    id.Label
-	segments int32
-	combined bool
-	next     int32 // where its next segment goes in pack order
-}
-
-// pack sorts the segments by plan label: first the combined ones, then each
-// label that is in none under its own name.
-func (k *packing) pack(a *step, s Step) error {
-	k.group(s.Segments)
-	k.order = k.order[:0]
-	planned := 0 // segments
-	plan := func(l id.Label, groups []int32) {
-		from := planned
-		for _, g := range groups {
-			k.groups[g].next = int32(planned)
-			planned += int(k.groups[g].segments)
-		}
-		a.plans = append(a.plans, packed{l, from, planned})
+// enough checks that the whole step fits: what forks and segments need beyond
+// what their streams have, forks first.
+func (m *Manager) enough(a *step) error {
+	room := m.arena.counts[free]
+	for i := range a.forks {
+		room += len(m.idle(a, i)) // is given back first
 	}
-	for _, c := range s.Combined {
-		if err := c.Label.Validate(); err != nil {
-			return fmt.Errorf("%w: combined label: %w", ErrInvalid, err)
-		}
-		if len(c.Sources) == 0 {
-			return fmt.Errorf("%w: combined label %q has no sources", ErrInvalid, c.Label)
-		}
-		from := len(k.order)
-		for _, l := range c.Sources {
-			g, ok := k.index[l]
-			if !ok {
-				return fmt.Errorf("%w: combined label %q: source %q has no segment", ErrInvalid, c.Label, l)
-			}
-			if k.groups[g].combined {
-				return fmt.Errorf("%w: combined label %q: source %q is used twice", ErrInvalid, c.Label, l)
-			}
-			k.groups[g].combined = true
-			k.order = append(k.order, g)
-		}
-		plan(c.Label, k.order[from:])
-	}
-	for g := range k.groups {
-		if !k.groups[g].combined {
-			k.order = append(k.order, int32(g))
-			plan(k.groups[g].label, k.order[len(k.order)-1:])
+	var need int
+	var tight *stream
+	var of *request
+	more := func(n int, r *request, s *stream) {
+		if need += n; need > room && tight == nil {
+			tight, of = s, r
 		}
 	}
-	if len(s.Combined) > 0 {
-		clear(k.index)
-		for i, p := range a.plans {
-			if _, ok := k.index[p.label]; ok {
-				return fmt.Errorf("%w: combined label %q is also another plan's", ErrInvalid, p.label)
-			}
-			k.index[p.label] = int32(i)
-		}
+	for i := range a.forks {
+		f := &a.forks[i]
+		more(page.Count(f.reach-f.released, m.size), f.request, f.to)
 	}
-	if len(k.groups) < 2 {
-		return nil
-	}
-	a.order = slices.Grow(a.order[:0], len(a.segments))[:len(a.segments)]
 	for i := range a.segments {
-		g := &k.groups[k.of[i]]
-		a.order[g.next] = int32(i)
-		g.next++
+		g := &a.segments[i]
+		if n := m.lack(g); n > 0 {
+			more(n, g.request, g.stream)
+		}
+	}
+	if tight != nil {
+		return &AllocationError{Request: of.id, Label: tight.label, Short: need - room, Free: m.arena.counts[free]}
 	}
 	return nil
 }
 
-// group numbers the labels in the order in which they appear.
-func (k *packing) group(segments []Segment) {
-	if k.index == nil {
-		k.index = make(map[id.Label]int32)
+// lack returns how many pages the stream has to have beyond its own.
+func (m *Manager) lack(g *segment) int {
+	if g.list > 0 {
+		return 0
 	}
-	clear(k.index)
-	clear(k.groups) // they hold strings
-	k.groups = k.groups[:0]
-	k.of = k.of[:0]
-	var last int32
-	for i, g := range segments {
-		if i == 0 || g.Label != segments[i-1].Label {
-			n, ok := k.index[g.Label]
-			if !ok {
-				n = int32(len(k.groups))
-				k.index[g.Label] = n
-				k.groups = append(k.groups, group{label: g.Label})
-			}
-			last = n
-		}
-		k.groups[last].segments++
-		k.of = append(k.of, last)
-	}
+	return page.Count(g.base+g.span-g.stream.released, m.size) - len(g.stream.pages)
 }
 
-// Commit makes the step's tokens part of the streams: the engine has written
-// them, and peers may read them once they are published.
-//
-// Requests of which nothing was committed are returned: those that were
-// removed or reset since Admit, and those that another step, admitted at the
-// same length, has advanced. The others are committed. A step with Discard
-// loses only the former.
-func (m *Manager) Commit(t Token) (missing []id.Request, err error) {
-	m.mu.Lock()
-	defer m.unlock()
-	a := m.steps[t]
-	if a == nil {
-		return nil, fmt.Errorf("commit step %d: %w", t, ErrUnknownToken)
+// idle returns the pages that the target of a fork has for nothing: its tokens
+// will lie in others.
+func (m *Manager) idle(a *step, i int) []page.Index {
+	to := a.forks[i].to
+	if to.reach.list != int32(i+1) {
+		return nil // a later fork onto it counts
 	}
+	return to.pages[min(len(to.pages), page.Count(to.reach.own-to.released, m.size)):]
+}
+
+// reserve takes the pages, which have been counted, and marks the streams.
+func (m *Manager) reserve(a *step) {
+	for i := range a.forks {
+		f := &a.forks[i]
+		if spare := m.idle(a, i); len(spare) > 0 {
+			m.release(spare)
+			f.to.pages = f.to.pages[:len(f.to.pages)-len(spare)]
+			f.to.mutation++
+		}
+	}
+	for i := range a.forks {
+		f := &a.forks[i]
+		f.pages, _ = m.arena.take(nil, page.Count(f.reach-f.released, m.size))
+		f.last = f.to.reach.list == int32(i+1)
+		f.request.inFlight++
+		f.request.forking = a
+		f.request.active = m.tick()
+	}
+	now := m.tick()
 	for i := range a.segments {
 		g := &a.segments[i]
-		if g.request.missing != t && (!g.live() || !a.discard && g.overtaken()) {
-			g.request.missing = t
-			missing = append(missing, g.request.id)
+		if n := m.lack(g); n > 0 {
+			g.stream.pages, _ = m.arena.take(g.stream.pages, n)
+			g.stream.mutation++
+		}
+		g.request.inFlight++
+		g.request.active = now
+		if g.writes() && a.staged == nil {
+			g.stream.writing++
 		}
 	}
-	m.retire(a)
+}
+
+// promote makes a staged step one that runs.
+func (m *Manager) promote(a *step) {
+	a.staged = nil
+	now := m.tick()
 	for i := range a.segments {
 		g := &a.segments[i]
-		if a.discard || g.span == 0 || g.request.missing == t {
-			continue
-		}
-		s := g.stream
-		s.stored += g.span
-		s.mutation++
-		s.overtaken += s.writing
-		s.writing = 0
-	}
-	delete(m.steps, t)
-	m.recycle(a)
-	return missing, nil
-}
-
-// Abort ends a step that did not run: lengths stay, pages stay as reserve. The
-// caller promises that nothing writes the planned slots any more.
-func (m *Manager) Abort(t Token) error {
-	m.mu.Lock()
-	defer m.unlock()
-	a := m.steps[t]
-	if a == nil {
-		return fmt.Errorf("abort step %d: %w", t, ErrUnknownToken)
-	}
-	m.retire(a)
-	delete(m.steps, t)
-	m.recycle(a)
-	return nil
-}
-
-// retire takes the marks of a step off its streams.
-func (m *Manager) retire(a *step) {
-	for i := range a.segments {
-		g := &a.segments[i]
-		if !g.live() {
-			continue // Reset and Remove have taken them
-		}
-		g.request.inFlight--
-		switch {
-		case g.span == 0:
-		case g.overtaken():
-			g.stream.overtaken--
-		default:
-			g.stream.writing--
+		g.request.active = now
+		if g.writes() {
+			g.stream.writing++
 		}
 	}
+	a.carry(0, a.pre)
 }
 
-// recycle keeps one ended step, so that steady decoding allocates nothing here.
-func (m *Manager) recycle(a *step) {
-	clear(a.segments)
-	clear(a.plans)
-	a.segments, a.plans, a.order = a.segments[:0], a.plans[:0], a.order[:0]
-	m.spare = a
+// tick counts what happens to requests, so that one can tell which was active last.
+func (m *Manager) tick() uint64 {
+	m.ticks++
+	return m.ticks
 }

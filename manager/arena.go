@@ -3,6 +3,7 @@ package manager
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvferry/kvferry/internal/page"
 )
@@ -12,9 +13,9 @@ type place uint8
 
 const (
 	free       place = iota
-	owned            // by a stream, or by a retrieval that runs
+	owned            // by a stream, or by a retrieval, a step, or a reload that runs
 	limbo            // by nobody, but named by a live publication
-	quarantine       // may still be written by a read that was given up
+	quarantine       // may still be written by a read that was given up, or copied from
 	sink             // takes the padding of captured steps
 	places
 )
@@ -57,14 +58,17 @@ func (a *arena) take(dst []page.Index, n int) ([]page.Index, bool) {
 	if n < 0 || n > a.counts[free] {
 		return dst, false
 	}
+	dst = slices.Grow(dst, n)
 	for range n {
 		p := a.ring[a.head]
 		if a.head++; a.head == len(a.ring) {
 			a.head = 0
 		}
-		a.move(p, owned)
+		a.pages[p].place = owned
 		dst = append(dst, p)
 	}
+	a.counts[free] -= n
+	a.counts[owned] += n
 	return dst, true
 }
 

@@ -43,7 +43,7 @@ func newBed(t tb, pages, size int, change ...func(*Options)) bed {
 func (b bed) ingest(rs ...id.Request) {
 	b.t.Helper()
 	for _, r := range rs {
-		b.ok(b.Ingest(r, Needs{}))
+		b.ok(b.Ingest(r, RequestConfig{}))
 	}
 }
 
@@ -80,19 +80,93 @@ func (b bed) grow(r id.Request, l id.Label, span int) Plan {
 // plan is for steps of one plan label.
 func (b bed) plan(t Token) Plan {
 	b.t.Helper()
-	p, err := b.Plan(t)
-	b.ok(err)
+	p := b.plans(t).Plans
 	if len(p) != 1 {
 		b.t.Fatalf("%d plans, want 1", len(p))
 	}
 	return p[0]
 }
 
+func (b bed) plans(t Token) Plans {
+	b.t.Helper()
+	var p Plans
+	b.ok(b.Plan(t, &p))
+	return p
+}
+
+func (b bed) step(s Step) Token {
+	b.t.Helper()
+	t, err := b.Admit(s)
+	b.ok(err)
+	return t
+}
+
+func (b bed) stage(s Step) Token {
+	b.t.Helper()
+	t, err := b.Stage(s)
+	b.ok(err)
+	return t
+}
+
+// posts returns the copies of the forks after the segments.
+func (b bed) posts(t Token) []Copy {
+	b.t.Helper()
+	c, err := b.PostForks(t)
+	b.ok(err)
+	return c
+}
+
+// away takes a request to the host; wanted is how many pages leave the device.
+func (b bed) away(r id.Request, freed int) HostMove {
+	b.t.Helper()
+	w, err := b.Offload(r)
+	b.ok(err)
+	out, err := b.Offloaded(w.ID)
+	b.ok(err)
+	b.same("freed", w.Freed+out.Freed, freed)
+	b.same("unseal", out.Unseal, []PublicationID(nil))
+	return w
+}
+
+func (b bed) back(r id.Request) HostMove {
+	b.t.Helper()
+	w, err := b.Reload(r)
+	b.ok(err)
+	b.ok(b.Reloaded(w.ID))
+	return w
+}
+
+// offloading expects a refusal that names the stream.
+func (b bed) offloading(err error, r id.Request, l id.Label) {
+	b.t.Helper()
+	b.fails(err, ErrOffloading)
+	e, ok := errors.AsType[*OffloadingError](err)
+	if !ok {
+		b.t.Fatalf("%v names no stream", err)
+	}
+	b.same("refused", *e, OffloadingError{r, l})
+}
+
 func (b bed) commit(t Token, missing ...id.Request) {
 	b.t.Helper()
 	got, err := b.Commit(t)
 	b.ok(err)
-	b.same("missing", got, missing)
+	b.same("missing", got.Missing, missing)
+	b.same("unseal", got.Unseal, []PublicationID(nil))
+}
+
+// state looks a stream up.
+func (b bed) state(r id.Request, l id.Label) StreamState {
+	b.t.Helper()
+	s, err := b.Request(r)
+	b.ok(err)
+	for _, t := range s.Streams {
+		if t.Label == l {
+			return t
+		}
+	}
+	b.t.Fatalf("%q has no label %q", r, l)
+	return StreamState{}
 }
 
 func (b bed) remove(r id.Request, discard bool) Removed {
@@ -153,12 +227,12 @@ func (b bed) free(want int) {
 // pages expects the whole list of a stream, reserve included.
 func (b bed) pages(r id.Request, l id.Label, want ...page.Index) {
 	b.t.Helper()
-	b.same("pages", slices.Clone(b.requests[r].byLabel[l].pages), want)
+	b.same("pages", slices.Clone(b.requests[r].stream(l).pages), want)
 }
 
 func (b bed) generation(r id.Request, l id.Label, want uint64) {
 	b.t.Helper()
-	b.same("generation", b.requests[r].byLabel[l].mutation, want)
+	b.same("generation", b.requests[r].stream(l).mutation, want)
 }
 
 func (b bed) inFlight(r id.Request, want bool) {
@@ -183,7 +257,9 @@ func (b bed) same(what string, got, want any) {
 	}
 }
 
-func slots(s ...Slot) []Slot { return s }
+func slots(s ...page.Slot) []page.Slot { return s }
+
+func at(p page.Index, slot int32) page.Slot { return page.Slot{Page: p, Slot: slot} }
 
 // peer is a publication of another node with one rank and an arena as large as
 // need be.

@@ -71,9 +71,32 @@ func (m *Manager) verify() error {
 		}
 	}
 
+	for t, a := range m.steps {
+		for i := range a.forks {
+			if err := putAll(a.forks[i].pages, owned, t); err != nil {
+				return err
+			}
+		}
+		if err := putAll(a.drain, quarantine, t); err != nil {
+			return err
+		}
+	}
+	for _, w := range m.moves {
+		if w.reload {
+			for _, p := range w.parts {
+				if err := putAll(p.to, owned, w.id); err != nil {
+					return err
+				}
+			}
+		}
+		if err := putAll(w.drain, quarantine, w.id); err != nil {
+			return err
+		}
+	}
+
 	holds := make([]uint32, len(where))
 	for i, p := range m.publications {
-		if p.id != i || len(p.pages) == 0 || p.request != nil && (p.request.publication != p || m.requests[p.request.id] != p.request) {
+		if p.id != i || p.request != nil && (p.request.publication != p || m.requests[p.request.id] != p.request) {
 			return fmt.Errorf("%w: publication %d and its request do not know each other", errBroken, i)
 		}
 		for _, x := range p.pages {
@@ -102,11 +125,14 @@ func (m *Manager) verify() error {
 	if counts != m.arena.counts || published != m.arena.published {
 		return fmt.Errorf("%w: counts %v and %d published, recounted %v and %d", errBroken, m.arena.counts, m.arena.published, counts, published)
 	}
+	if err := m.verifyHost(); err != nil {
+		return err
+	}
 	return m.verifySteps()
 }
 
 func (m *Manager) verifyRequest(r *request) error {
-	if m.requests[r.id] != r || len(r.streams) != len(r.byLabel) || len(r.streams) > m.limits.labels {
+	if m.requests[r.id] != r || len(r.streams) > m.limits.labels {
 		return fmt.Errorf("%w: tables differ", errBroken)
 	}
 	if r.reading != nil && (r.reading.request != r || m.retrievals[r.reading.id] != r.reading) {
@@ -118,18 +144,37 @@ func (m *Manager) verifyRequest(r *request) error {
 	if p := r.publication; p != nil && (p.request != r || m.publications[p.id] != p || r.ended) {
 		return fmt.Errorf("%w: publication is not live", errBroken)
 	}
+	if w := r.moving; w != nil && (w.request != r || m.moves[w.id] != w) {
+		return fmt.Errorf("%w: moves without a move", errBroken)
+	}
 	for _, s := range r.streams {
-		switch need := page.Count(s.stored, m.size); {
-		case r.byLabel[s.label] != s:
+		held := s.stored - s.released
+		need := page.Count(held, m.size)
+		if s.state == OnHost || s.state == Reloading {
+			if len(s.pages) > 0 || len(s.host) != need || s.named > 0 {
+				return fmt.Errorf("%w: label %q is %v with %d pages, %d on the host, %d named", errBroken, s.label, s.state, len(s.pages), len(s.host), s.named)
+			}
+			need = 0
+		}
+		switch {
+		case r.stream(s.label) != s:
 			return fmt.Errorf("%w: label %q twice", errBroken, s.label)
+		case held < 0 || s.released%m.size != 0 || s.prefix%m.size != 0 || s.released == 0 && s.prefix > 0 || s.start() > s.stored:
+			return fmt.Errorf("%w: label %q: %d tokens, %d released behind %d", errBroken, s.label, s.stored, s.released, s.prefix)
 		case len(s.pages) < need:
-			return fmt.Errorf("%w: label %q: %d pages hold %d tokens", errBroken, s.label, len(s.pages), s.stored)
+			return fmt.Errorf("%w: label %q: %d pages hold %d tokens", errBroken, s.label, len(s.pages), held)
 		case s.named > need || s.named > 0 && r.publication == nil:
 			return fmt.Errorf("%w: label %q: %d pages named, %d needed", errBroken, s.label, s.named, need)
+		case s.offered > s.stored || s.named > 0 && s.offered == 0 || s.offered > 0 && !s.listed || s.listed && r.publication == nil:
+			return fmt.Errorf("%w: label %q: %d tokens offered, %d stored, %d pages named", errBroken, s.label, s.offered, s.stored, s.named)
 		case s.landed > s.stored || s.landed > 0 && s.origin == origin{}:
 			return fmt.Errorf("%w: label %q: %d tokens landed, %d stored", errBroken, s.label, s.landed, s.stored)
+		case (s.state == Offloading || s.state == Reloading) && r.moving == nil:
+			return fmt.Errorf("%w: label %q is %v, and nothing moves it", errBroken, s.label, s.state)
+		case s.state != Resident && s.writing+s.overtaken > 0:
+			return fmt.Errorf("%w: label %q is %v and written", errBroken, s.label, s.state)
 		}
-		for _, x := range s.pages[page.Count(s.stored, m.size):] {
+		for _, x := range s.pages[need:] {
 			if m.arena.held(x) {
 				return fmt.Errorf("%w: label %q: page %d is published and to be written", errBroken, s.label, x)
 			}
@@ -138,11 +183,74 @@ func (m *Manager) verifyRequest(r *request) error {
 	return nil
 }
 
+// verifyHost recounts the host's pages.
+func (m *Manager) verifyHost() error {
+	where := make([]bool, m.host.pages())
+	put := func(list []page.Index) error {
+		for _, x := range list {
+			if where[x] || !m.host.used[x] {
+				return fmt.Errorf("%w: host page %d has two owners, or is free", errBroken, x)
+			}
+			where[x] = true
+		}
+		return nil
+	}
+	used := 0
+	for _, r := range m.requests {
+		for _, s := range r.streams {
+			used += len(s.host)
+			if err := put(s.host); err != nil {
+				return err
+			}
+		}
+	}
+	for i, w := range m.moves {
+		if w.id != i || w.request != nil && (w.request.moving != w || m.requests[w.request.id] != w.request) {
+			return fmt.Errorf("%w: move %d and its request do not know each other", errBroken, i)
+		}
+		used += len(w.hostDrain)
+		if err := put(w.hostDrain); err != nil {
+			return err
+		}
+		for _, p := range w.parts {
+			if w.request != nil && p.stream.state != Offloading && p.stream.state != Reloading {
+				return fmt.Errorf("%w: move %d of a stream that is %v", errBroken, i, p.stream.state)
+			}
+			if !w.reload {
+				used += len(p.to)
+				if err := put(p.to); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	for i := range m.host.left {
+		if x := m.host.ring[(m.host.head+i)%len(m.host.ring)]; where[x] || m.host.used[x] {
+			return fmt.Errorf("%w: host page %d is free and used", errBroken, x)
+		}
+	}
+	if used+m.host.left != m.host.pages() {
+		return fmt.Errorf("%w: %d host pages used and %d free, of %d", errBroken, used, m.host.left, m.host.pages())
+	}
+	return nil
+}
+
 // verifySteps recounts the marks that steps have left.
 func (m *Manager) verifySteps() error {
 	inFlight := make(map[*request]int)
 	writing, overtaken := make(map[*stream]int), make(map[*stream]int)
-	for _, a := range m.steps {
+	for t, a := range m.steps {
+		if a.staged != nil && m.staged[a.staged.Lane] != t {
+			return fmt.Errorf("%w: step %d is staged, and its lane has another", errBroken, t)
+		}
+		for i := range a.forks {
+			if f := &a.forks[i]; f.live() {
+				inFlight[f.request]++
+				if f.request.forking != a {
+					return fmt.Errorf("%w: step %d forks %q, which does not know", errBroken, t, f.request.id)
+				}
+			}
+		}
 		for i := range a.segments {
 			g := &a.segments[i]
 			if !g.live() {
@@ -150,7 +258,7 @@ func (m *Manager) verifySteps() error {
 			}
 			inFlight[g.request]++
 			switch {
-			case g.span == 0:
+			case !g.writes() || a.staged != nil:
 			case g.overtaken():
 				overtaken[g.stream]++
 			default:
@@ -159,7 +267,7 @@ func (m *Manager) verifySteps() error {
 		}
 	}
 	for _, r := range m.requests {
-		if r.inFlight != inFlight[r] {
+		if r.inFlight != inFlight[r] || r.forking != nil && r.inFlight == 0 {
 			return fmt.Errorf("%w: request %q has %d segments in flight, the steps %d", errBroken, r.id, r.inFlight, inFlight[r])
 		}
 		for _, s := range r.streams {

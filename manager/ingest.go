@@ -2,6 +2,7 @@ package manager
 
 import (
 	"fmt"
+	"maps"
 
 	"github.com/kvferry/kvferry/internal/id"
 )
@@ -40,13 +41,20 @@ func (n *Needs) at(a At) []id.Label {
 	return onlyMain[:]
 }
 
+// RequestConfig is what a request is begun with (M*'s KVReqConfig).
+type RequestConfig struct {
+	Needs
+	// Retention of the streams that have one, by label.
+	Retention map[id.Label]Retention
+}
+
 // Ingest begins a request; it has the label main, empty. Of a live one it
-// changes nothing and returns nil: its streams and the needs it was first
-// ingested with stay. Needs are copied.
+// changes nothing and returns nil: its streams and what it was first ingested
+// with stay. The configuration is copied.
 //
-// It refuses invalid names (ErrInvalid) and more requests or labels than the
-// bounds allow ([*FullError]).
-func (m *Manager) Ingest(r id.Request, n Needs) error {
+// It refuses invalid names and retentions (ErrInvalid) and more requests or
+// labels than the bounds allow ([*FullError]).
+func (m *Manager) Ingest(r id.Request, c RequestConfig) error {
 	if err := r.Validate(); err != nil {
 		return fmt.Errorf("ingest: %w: %w", ErrInvalid, err)
 	}
@@ -58,11 +66,19 @@ func (m *Manager) Ingest(r id.Request, n Needs) error {
 	if len(m.requests) >= m.limits.requests {
 		return fmt.Errorf("ingest %q: %w", r, &FullError{"live requests", m.limits.requests})
 	}
-	needs, err := m.copyNeeds(n)
+	needs, err := m.copyNeeds(c.Needs)
 	if err != nil {
 		return fmt.Errorf("ingest %q: %w", r, err)
 	}
-	req := &request{id: r, needs: needs, byLabel: make(map[id.Label]*stream, 1)}
+	if n := len(c.Retention); n > m.limits.labels {
+		return fmt.Errorf("ingest %q: %w", r, &FullError{"labels a request", m.limits.labels})
+	}
+	for l, keep := range c.Retention {
+		if err := keep.validate(l); err != nil {
+			return fmt.Errorf("ingest %q: %w", r, err)
+		}
+	}
+	req := &request{id: r, needs: needs, retention: maps.Clone(c.Retention), active: m.tick()}
 	req.add(id.Main)
 	m.requests[r] = req
 	return nil

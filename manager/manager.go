@@ -5,22 +5,25 @@
 //
 //	prefill:  Ingest → (Admit → Plan → Commit → Publish)… → Remove
 //	decode:   Ingest → AdmitRetrieve → Landed → (Admit → Plan → Commit)… → Remove
+//	to rest:  Offload → Offloaded … Reload → Reloaded
 //
 // All local ranks have arenas of one geometry and share one allocator, so a
 // stream has one page list, the same on each of them. Every page is in exactly
-// one place: free, owned (in the list of one stream, or reserved by a retrieval
-// that runs), in limbo, in quarantine, or the sink.
+// one place: free, owned (in the list of one stream, or reserved by a retrieval,
+// a fork, or a reload that runs), in limbo, in quarantine, or the sink.
 //
 //   - Limbo holds pages that left their stream while a live publication names
 //     them. Only [Manager.Unsealed] lets them go, when the owner has changed the
 //     seal words, so that no reader takes later bytes for the published ones.
-//   - Quarantine holds pages that a given-up read may still write. Only
-//     [Manager.Failed] lets them go, when nothing can land any more.
+//   - Quarantine holds pages that a given-up read may still write, and those of a
+//     request that is gone while a fork or an offload may still copy from them.
+//     Only the end of the read, the step, or the move lets them go.
 //
 // What is below the length of a live publication is never written: steps and
 // reads write at or above the committed length, which only grows until Reset,
-// and a stream that is emptied leaves its published pages to limbo instead of
-// filling them again.
+// forks write fresh pages, and a stream that is emptied, trimmed, forked over, or
+// taken to the host leaves its published pages to limbo instead of filling them
+// again.
 //
 // The semantics are those of M*'s KVManager; docs/mstar.md maps the names.
 package manager
@@ -28,6 +31,7 @@ package manager
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/bits"
 	"strconv"
 	"strings"
@@ -60,6 +64,16 @@ var (
 	ErrGone = errors.New("published by this node, and the request that published it is gone")
 	// ErrDiverged: a step was committed on the retrieved stream.
 	ErrDiverged = errors.New("stream has diverged from its publication")
+	// ErrOffloading: see [*OffloadingError]; reload the request, or try again.
+	ErrOffloading = errors.New("stream is on the host, or on its way")
+	// ErrNoHost: the manager was made without host pages.
+	ErrNoHost = errors.New("there is no host tier")
+	// ErrHostFull: see [*HostError].
+	ErrHostFull = errors.New("not enough free host pages")
+	// ErrUnknownMove: it has ended, or its request has.
+	ErrUnknownMove = errors.New("unknown or finished offload or reload")
+	// ErrStaged: the step is staged, or the lane has a staged one; admit it or Unstage.
+	ErrStaged = errors.New("step is staged")
 	// ErrIncompatible: see [*IncompatibleError].
 	ErrIncompatible = errors.New("publication does not fit this node")
 	// ErrMalformed: the publication contradicts itself; see [*MalformedError].
@@ -78,6 +92,28 @@ func (e *AllocationError) Error() string {
 	return fmt.Sprintf("request %q label %q: %d pages short, %d free: %v", e.Request, e.Label, e.Short, e.Free, ErrNoPages)
 }
 func (e *AllocationError) Unwrap() error { return ErrNoPages }
+
+// OffloadingError is a refusal because a stream is not resident. It wraps ErrOffloading.
+type OffloadingError struct {
+	Request id.Request
+	Label   id.Label
+}
+
+func (e *OffloadingError) Error() string {
+	return fmt.Sprintf("request %q label %q: %v", e.Request, e.Label, ErrOffloading)
+}
+func (e *OffloadingError) Unwrap() error { return ErrOffloading }
+
+// HostError is an offload of which nothing fits on the host. It wraps ErrHostFull.
+type HostError struct {
+	Short int // host pages missing for the largest stream
+	Free  int
+}
+
+func (e *HostError) Error() string {
+	return fmt.Sprintf("%d host pages short, %d free: %v", e.Short, e.Free, ErrHostFull)
+}
+func (e *HostError) Unwrap() error { return ErrHostFull }
 
 // FullError names the table that is full and its bound. It wraps ErrFull.
 type FullError struct {
@@ -120,6 +156,8 @@ type Options struct {
 	Requests int           // bound of live requests; default 65,536
 	Labels   int           // bound of labels of one request; default and most 255
 	Steps    int           // bound of steps in flight; default 65,536
+	Tokens   int           // bound of tokens of one stream (M*'s max_seq_len); default 2^31-1
+	Host     int           // pages of the host tier; 0: there is none
 	// Check makes every method verify conservation before it returns and panic
 	// if it is broken. For tests.
 	Check bool
@@ -132,6 +170,9 @@ type Counts struct {
 	Published                            int // named by a live publication, wherever they are
 	Requests, Steps                      int
 	Publications, Retrievals             int
+	// Pages of the host tier: free, and holding tokens or on the way to it.
+	HostFree, HostUsed int
+	Moves              int // offloads and reloads that run
 	// Faults counts releases that the arena refused. Not 0 is a bug of this package.
 	Faults int
 }
@@ -143,7 +184,7 @@ type Manager struct {
 	size     int // of a page, in tokens
 	ranks    []id.Rank
 	rankMask uint64
-	limits   struct{ requests, labels, steps int }
+	limits   struct{ requests, labels, steps, tokens int }
 	check    bool
 
 	mu              sync.Mutex // guards all below
@@ -152,12 +193,18 @@ type Manager struct {
 	steps           map[Token]*step
 	publications    map[PublicationID]*publication
 	retrievals      map[RetrievalID]*retrieval
+	host            pool
+	moves           map[MoveID]*hostMove
+	staged          map[Lane]Token // of steps
 	lastToken       Token
 	lastPublication PublicationID
 	lastRetrieval   RetrievalID
+	lastMove        MoveID
+	ticks           uint64
 	faults          int
-	packing         packing // scratch of Admit
-	spare           *step   // an ended one, to be used again
+	packing         packing    // scratch of Admit
+	rows            []*request // scratch of Admit
+	spare           *step      // an ended one, to be used again
 }
 
 // New returns a manager with every page but the sink free. The error wraps
@@ -179,7 +226,13 @@ func New(o Options) (*Manager, error) {
 		steps:        make(map[Token]*step),
 		publications: make(map[PublicationID]*publication),
 		retrievals:   make(map[RetrievalID]*retrieval),
+		moves:        make(map[MoveID]*hostMove),
+		staged:       make(map[Lane]Token),
 	}
+	if o.Host < 0 || o.Host > page.MaxPages {
+		return nil, fmt.Errorf("%w: %d host pages are not in 0..%d", ErrInvalid, o.Host, page.MaxPages)
+	}
+	m.host = newPool(o.Host)
 	m.ranks = append(m.ranks, o.Ranks...)
 	if len(m.ranks) == 0 {
 		m.ranks = []id.Rank{0}
@@ -197,6 +250,7 @@ func New(o Options) (*Manager, error) {
 		{"requests", &m.limits.requests, o.Requests, 65_536, 1 << 30},
 		{"labels", &m.limits.labels, o.Labels, id.MaxLabels, id.MaxLabels},
 		{"steps", &m.limits.steps, o.Steps, 65_536, 1 << 30},
+		{"tokens", &m.limits.tokens, o.Tokens, math.MaxInt32, math.MaxInt32},
 	} {
 		if l.value < 0 || l.value > l.max {
 			return nil, fmt.Errorf("%w: bound of %s %d is not in 0..%d", ErrInvalid, l.name, l.value, l.max)
@@ -253,6 +307,9 @@ func (m *Manager) Counts() Counts {
 		Steps:        len(m.steps),
 		Publications: len(m.publications),
 		Retrievals:   len(m.retrievals),
+		HostFree:     m.host.free(),
+		HostUsed:     m.host.pages() - m.host.free(),
+		Moves:        len(m.moves),
 		Faults:       m.faults,
 	}
 }

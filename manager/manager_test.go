@@ -40,7 +40,7 @@ func TestBounds(t *testing.T) {
 		b.same("full", *f, FullError{table, limit})
 	}
 	b.ingest("a", "b")
-	full(b.Ingest("c", Needs{}), "live requests", 2)
+	full(b.Ingest("c", RequestConfig{}), "live requests", 2)
 	b.ingest("a")
 
 	_, err := b.Admit(Step{Segments: []Segment{{"a", "x", 8}, {"a", "y", 8}}})
@@ -49,7 +49,7 @@ func TestBounds(t *testing.T) {
 	b.free(31)
 
 	b.remove("b", false)
-	b.ok(b.Ingest("b", Needs{Labels: []id.Label{"x", "y"}}))
+	b.ok(b.Ingest("b", RequestConfig{Needs: Needs{Labels: []id.Label{"x", "y"}}}))
 	before := b.Counts()
 	_, err = b.AdmitRetrieve("b", At{}, peer(true, remote("x", 8, 11), remote("y", 8, 12)), 0)
 	full(err, "labels a request", 2)
@@ -67,22 +67,22 @@ func TestBounds(t *testing.T) {
 	for i := range maxNeeds + 1 {
 		many.ByNode[id.GraphNode(fmt.Sprint(i))] = nil
 	}
-	full(b.Ingest("b", many), "needs by node", maxNeeds)
-	full(b.Ingest("b", Needs{Labels: []id.Label{"x", "y", "z"}}), "labels a request", 2)
+	full(b.Ingest("b", RequestConfig{Needs: many}), "needs by node", maxNeeds)
+	full(b.Ingest("b", RequestConfig{Needs: Needs{Labels: []id.Label{"x", "y", "z"}}}), "labels a request", 2)
 }
 
 func TestBadNames(t *testing.T) {
 	b := newBed(t, 8, 8)
 	long := strings.Repeat("x", 300)
 	for _, r := range []id.Request{"", id.Request(long), "\xff"} {
-		b.fails(b.Ingest(r, Needs{}), ErrInvalid)
+		b.fails(b.Ingest(r, RequestConfig{}), ErrInvalid)
 	}
 	for _, n := range []Needs{
 		{Labels: []id.Label{""}},
 		{ByNode: map[id.GraphNode][]id.Label{"n": {id.Label(long)}}},
 		{ByWalk: map[At][]id.Label{{}: {"\xff"}}},
 	} {
-		b.fails(b.Ingest("r", n), ErrInvalid)
+		b.fails(b.Ingest("r", RequestConfig{Needs: n}), ErrInvalid)
 	}
 	b.ingest("r")
 	for _, g := range []Segment{{"r", "", 1}, {"r", id.Label(long), 1}, {"r", "main", -1}, {"r", "main", math.MaxInt}, {"r", "main", math.MaxInt32 + 1}} {
@@ -108,7 +108,7 @@ func TestBadNames(t *testing.T) {
 func TestIngestCopies(t *testing.T) {
 	b := newBed(t, 8, 8)
 	n := Needs{Labels: []id.Label{"x"}, ByNode: map[id.GraphNode][]id.Label{"n": {"y"}}}
-	b.ok(b.Ingest("r", n))
+	b.ok(b.Ingest("r", RequestConfig{Needs: n}))
 	n.Labels[0], n.ByNode["n"][0] = "z", "z"
 	needs := b.requests["r"].needs
 	b.same("labels", needs.at(At{}), []id.Label{"x"})
@@ -145,10 +145,10 @@ func TestGrowInPublishedPage(t *testing.T) {
 	b.ingest("r")
 	b.grow("r", "main", 12)
 	b.publish("r", false)
-	b.same("slots", b.grow("r", "main", 2).Slots, slots(Slot{2, 4}, Slot{2, 5}))
+	b.same("slots", b.grow("r", "main", 2).Slots, slots(at(2, 4), at(2, 5)))
 	tok, err := b.Admit(Step{Segments: []Segment{{"r", "main", 1}}, Discard: true})
 	b.ok(err)
-	b.same("slots", b.plan(tok).Slots, slots(Slot{2, 6}))
+	b.same("slots", b.plan(tok).Slots, slots(at(2, 6)))
 	b.same("pages", b.publish("r", false).Streams[0].Pages, []page.Index{1, 2})
 	b.same("published", b.Counts().Published, 2)
 }
@@ -166,8 +166,7 @@ func TestStaleSteps(t *testing.T) {
 		b.plan(tok)
 		lose()
 		b.grow("r", "main", 3)
-		_, err := b.Plan(tok)
-		b.fails(err, ErrUnknownRequest)
+		b.fails(b.Plan(tok, new(Plans)), ErrUnknownRequest)
 		aborted := b.admit(Segment{"r", "main", 1})
 		lose()
 		b.ok(b.Abort(aborted))
@@ -211,9 +210,9 @@ func TestRequests(t *testing.T) {
 	b.admit(Segment{"b", "main", 1})
 	b.retrieve("c", peer(true, remote("main", 8, 11)), 0, Reading)
 	want := []RequestState{
-		{Request: "a", Streams: []StreamState{{"main", 9, 2}, {"cfg", 1, 1}}, Published: 1, Final: true},
-		{Request: "b", Streams: []StreamState{{"main", 0, 1}}, InFlight: true},
-		{Request: "c", Streams: []StreamState{{"main", 0, 0}}, Reading: true},
+		{Request: "a", Streams: []StreamState{{Label: "main", Tokens: 9, Pages: 2, Generation: 2}, {Label: "cfg", Tokens: 1, Pages: 1, Generation: 2}}, Published: 1, Final: true},
+		{Request: "b", Streams: []StreamState{{Label: "main", Pages: 1, Generation: 1}}, InFlight: true},
+		{Request: "c", Streams: []StreamState{{Label: "main"}}, Reading: true},
 	}
 	b.same("requests", b.Requests(0), want)
 	b.same("requests", b.Requests(2), want[:2])

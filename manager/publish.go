@@ -13,24 +13,31 @@ import (
 // node maps it to (sequence, seal word).
 type PublicationID uint64
 
-// State of a published stream.
+// State says where a stream's tokens are.
 type State uint8
 
-// States; the numbers are those of the wire.
+// States; the first three are those of the wire, where one that is being
+// reloaded is still on the host.
 const (
-	Resident   State = 0
-	Offloading State = 1
-	OnHost     State = 2
+	Resident State = iota
+	Offloading
+	OnHost
+	Reloading
 )
 
-// Stream is one stream of a publication. All Ranks have the same page list.
-// Pages[0] holds token Start; there are enough pages for the tokens
-// [Start, Tokens).
+func (s State) String() string {
+	return [...]string{"resident", "offloading", "on host", "reloading", "unknown"}[min(s, 4)]
+}
+
+// Stream is one stream of a publication. All Ranks have the same page list. It
+// offers the tokens [0, Prefix) and [Start, Tokens), in this order in Pages, and
+// both begin with a page. What is not Resident has no pages.
 type Stream struct {
 	Label  id.Label
 	Ranks  []id.Rank // ascending
-	Start  int       // tokens released in front, whole pages
-	Tokens int       // length of the stream, Start included
+	Prefix int       // tokens kept in front of what was released; 0 if Start is
+	Start  int       // whole pages; Start-Prefix tokens were released
+	Tokens int       // length of the stream, all that is released included
 	State  State
 	Pages  []page.Index
 }
@@ -95,26 +102,64 @@ func (m *Manager) Publish(r id.Request, final bool) (Publication, error) {
 		req.publication = p
 	}
 	p.final = final
+	for _, s := range req.streams {
+		s.listed, s.offered, s.offersAt = true, s.stored, s.start()
+	}
+	req.active = m.tick()
+	return m.offer(req, p), nil
+}
 
+// Republish returns the request's live publication with where its tokens are
+// now: pages that were reloaded are named again, what has left the device is no
+// more. Lengths are those of the last Publish, and streams made since are not in
+// it. ok is false if none is live, or if retention has since let go of tokens
+// that it offers: what is left would not be what was published.
+func (m *Manager) Republish(r id.Request) (_ Publication, ok bool) {
+	m.mu.Lock()
+	defer m.unlock()
+	req := m.requests[r]
+	if req == nil || req.publication == nil {
+		return Publication{}, false
+	}
+	for _, s := range req.streams {
+		if s.listed && s.start() != s.offersAt {
+			return Publication{}, false
+		}
+	}
+	return m.offer(req, req.publication), true
+}
+
+// offer names the request's pages by the publication, and returns its value.
+func (m *Manager) offer(req *request, p *publication) Publication {
 	out := Publication{
 		ID:           p.id,
-		Request:      r,
+		Request:      req.id,
 		ContentEpoch: req.epoch,
-		Final:        final,
-		Streams:      make([]Stream, len(req.streams)),
+		Final:        p.final,
+		Streams:      make([]Stream, 0, len(req.streams)),
 	}
 	ranks := slices.Clone(m.ranks)
-	for i, s := range req.streams {
-		pages := s.pages[:page.Count(s.stored, m.size)]
-		for _, x := range pages[s.named:] {
-			m.fault(m.arena.hold(x))
+	for _, s := range req.streams {
+		if !s.listed {
+			continue
 		}
-		p.pages = append(p.pages, pages[s.named:]...)
-		s.named = len(pages)
-		out.Streams[i] = Stream{Label: s.label, Ranks: ranks, Tokens: s.stored, Pages: slices.Clone(pages)}
+		t := Stream{Label: s.label, Ranks: ranks, Start: s.start(), Tokens: s.offered, State: min(s.state, OnHost)}
+		if s.released > 0 {
+			t.Prefix = s.prefix
+		}
+		if s.state == Resident {
+			pages := s.pages[:page.Count(s.offered-s.released, m.size)]
+			for _, x := range pages[s.named:] {
+				m.fault(m.arena.hold(x))
+			}
+			p.pages = append(p.pages, pages[s.named:]...)
+			s.named = len(pages)
+			t.Pages = slices.Clone(pages)
+		}
+		out.Streams = append(out.Streams, t)
 	}
 	slices.SortFunc(out.Streams, func(a, b Stream) int { return strings.Compare(string(a.Label), string(b.Label)) })
-	return out, nil
+	return out
 }
 
 // Unsealed says that the seal words of these publications have been changed,

@@ -1,6 +1,10 @@
 package manager
 
-import "github.com/kvferry/kvferry/internal/id"
+import (
+	"fmt"
+
+	"github.com/kvferry/kvferry/internal/id"
+)
 
 // Removed is what Remove and Reset leave to be done: clear the seal words of
 // Unseal, then call Unsealed(Unseal...). Lives lists the publications that live on
@@ -36,8 +40,9 @@ func (m *Manager) Remove(r id.Request, discard bool) (Removed, error) {
 	}
 	out.Cancel = m.abandon(req)
 	for _, s := range req.streams {
-		m.release(s.pages)
+		m.rewind(req, s, true)
 	}
+	m.leave(req)
 	req.epoch++ // steps in flight know the request by it
 	delete(m.requests, r)
 	return out, nil
@@ -47,13 +52,17 @@ func (m *Manager) Remove(r id.Request, discard bool) (Removed, error) {
 // publications end, final or not. Published pages are never kept for reuse: with
 // free=false they are replaced as needed by fresh ones. Labels and needs stay.
 // Steps in flight lose the request, as at Remove. An unknown request: zero
-// Removed and nil.
+// Removed and nil. What is on the host is dropped with free, and without it
+// refused ([*OffloadingError]): there are no pages to keep.
 func (m *Manager) Reset(r id.Request, free bool) (Removed, error) {
 	m.mu.Lock()
 	defer m.unlock()
 	req := m.requests[r]
 	if req == nil {
 		return Removed{}, nil
+	}
+	if s := req.away(); s != nil && !free {
+		return Removed{}, fmt.Errorf("reset: %w", &OffloadingError{r, s.label})
 	}
 	var out Removed
 	if p := req.publication; p != nil {
@@ -62,27 +71,44 @@ func (m *Manager) Reset(r id.Request, free bool) (Removed, error) {
 	}
 	out.Cancel = m.abandon(req)
 	for _, s := range req.streams {
-		m.rewind(s, free)
+		m.rewind(req, s, free)
 	}
+	m.leave(req)
 	req.epoch++
 	req.ended = false
-	req.inFlight = 0
 	return out, nil
 }
 
-// rewind empties a stream. Pages that a publication names go to limbo, the
-// others stay as reserve unless all are to be let go.
-func (m *Manager) rewind(s *stream, all bool) {
+// leave takes a request that has been emptied off what still runs on it.
+func (m *Manager) leave(req *request) {
+	if w := req.moving; w != nil {
+		w.request, req.moving = nil, nil
+	}
+	req.forking = nil
+	req.inFlight = 0
+}
+
+// rewind empties a stream. Pages that a copy may still read go to quarantine,
+// those that a publication names to limbo, the others stay as reserve unless all
+// are to be let go.
+func (m *Manager) rewind(req *request, s *stream, all bool) {
+	m.unhost(req, s)
 	reserve := s.pages[:0]
 	for _, x := range s.pages {
-		if all || m.arena.held(x) {
+		switch {
+		case req.forking != nil:
+			m.fault(m.arena.quarantine(x))
+			req.forking.drain = append(req.forking.drain, x)
+		case all || m.arena.held(x):
 			m.fault(m.arena.release(x))
-		} else {
+		default:
 			reserve = append(reserve, x)
 		}
 	}
 	s.pages = reserve
-	s.stored, s.landed, s.named = 0, 0, 0
+	s.stored, s.landed = 0, 0
+	s.released, s.prefix, s.position = 0, 0, 0
+	s.retention = req.retention[s.label] // a fork may have brought another
 	s.writing, s.overtaken = 0, 0
 	s.origin = origin{}
 	s.mutation++

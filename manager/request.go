@@ -11,38 +11,54 @@ import (
 
 // request is one life of a request id: from Ingest to Remove.
 type request struct {
-	id      id.Request
-	needs   Needs
-	streams []*stream // in the order they were made
-	byLabel map[id.Label]*stream
+	id        id.Request
+	needs     Needs
+	retention map[id.Label]Retention
+	streams   []*stream // in the order they were made; few
 	// epoch is the content epoch: it moves when tokens that were there are
-	// there no more (Reset, Remove, a retrieve that starts over), never when
-	// tokens are added. Each request counts for itself, so that the nodes of
-	// one rank group, which see the same calls, agree on it.
+	// there no more (Reset, Remove, a fork onto them, a retrieve that starts
+	// over), never when tokens are added or retention lets some go. Each request
+	// counts for itself, so that the nodes of one rank group, which see the same
+	// calls, agree on it.
 	epoch       uint32
-	inFlight    int          // segments of steps in flight, of this epoch
+	active      uint64       // tick of the last call that used it
+	inFlight    int          // segments and forks of steps in flight, of this epoch
+	forking     *step        // the step in flight that forks; it is the only one then
 	reading     *retrieval   // running or draining; nil: none
+	moving      *hostMove    // to or from the host; nil: none
 	publication *publication // live, and of this epoch; nil: none
 	ended       bool         // the publication of this epoch was ended
 	missing     Token        // scratch of Commit
+	row         Token        // scratch of Admit
 }
 
-// stream is the tokens of one (request, label).
+// stream is the tokens of one (request, label). Token t lies in
+// pages[t/size] if it is in front of what was released, else in
+// pages[(t-released)/size], at slot t%size.
 //
 // pages may be longer than the tokens need: what was reserved stays.
 type stream struct {
-	label    id.Label
-	pages    []page.Index
-	stored   int    // committed tokens; what lies below is never written again
-	mutation uint64 // moves with every change of pages or stored
-	named    int    // of pages, how many request.publication names
-	origin   origin // what was retrieved; zero: nothing
-	landed   int    // tokens of origin; stored is beyond once a step was committed
+	label     id.Label
+	pages     []page.Index
+	stored    int    // committed tokens; what lies below is never written again
+	released  int    // tokens that retention let go, whole pages
+	prefix    int    // tokens kept in front of those, whole pages
+	position  int    // kept for others; see SetPosition
+	mutation  uint64 // moves with every change of pages or stored
+	named     int    // of pages, how many request.publication names
+	listed    bool   // it offers the stream
+	offered   int    // tokens that it offers
+	offersAt  int    // start at that time
+	retention Retention
+	state     State
+	host      []page.Index // while OnHost or Reloading
+	origin    origin       // what was retrieved; zero: nothing
+	landed    int          // tokens of origin; stored is beyond once a step was committed
 	// Segments in flight that write tokens. Two steps may have been admitted
 	// at the same length; when one is committed, the other one's slots lie
 	// below stored: it has been overtaken and can't be committed any more.
 	writing, overtaken int
-	seen               Token // scratch of Admit
+	reach              reach // scratch of Admit
 }
 
 // origin is the publication that a stream was retrieved from.
@@ -54,18 +70,26 @@ type origin struct {
 // diverged reports whether a step was committed on what was retrieved.
 func (s *stream) diverged() bool { return s.origin != origin{} && s.stored > s.landed }
 
+// stream returns nil if there is none.
+func (r *request) stream(l id.Label) *stream {
+	for _, s := range r.streams {
+		if s.label == l {
+			return s
+		}
+	}
+	return nil
+}
+
 // add makes a stream that does not exist.
 func (r *request) add(l id.Label) *stream {
-	s := &stream{label: l}
+	s := &stream{label: l, retention: r.retention[l]}
 	r.streams = append(r.streams, s)
-	r.byLabel[l] = s
 	return s
 }
 
-// drop takes the stream back that was added last.
+// drop takes a stream back.
 func (r *request) drop(s *stream) {
-	delete(r.byLabel, s.label)
-	r.streams = r.streams[:len(r.streams)-1]
+	r.streams = slices.DeleteFunc(r.streams, func(o *stream) bool { return o == s })
 }
 
 // disown lets the publication live, or end, without its request.
@@ -73,7 +97,7 @@ func (r *request) disown() {
 	r.publication.request = nil
 	r.publication = nil
 	for _, s := range r.streams {
-		s.named = 0
+		s.named, s.listed, s.offered, s.offersAt = 0, false, 0, 0
 	}
 }
 
@@ -86,28 +110,55 @@ func (m *Manager) Stored(r id.Request, l id.Label) (tokens int, err error) {
 	if req == nil {
 		return 0, fmt.Errorf("stored of %q: %w", r, ErrUnknownRequest)
 	}
-	s := req.byLabel[l]
+	s := req.stream(l)
 	if s == nil {
 		return 0, fmt.Errorf("stored of %q label %q: %w", r, l, ErrUnknownLabel)
 	}
 	return s.stored, nil
 }
 
+// SetPosition sets a stream's position: a count that other resources of the
+// engine keep with it (M*'s position). The manager only carries it: a fork
+// copies it (before the segments as it is at Admit, after them as it is at
+// Commit), the host keeps it, Reset zeroes it.
+func (m *Manager) SetPosition(r id.Request, l id.Label, position int) error {
+	m.mu.Lock()
+	defer m.unlock()
+	req := m.requests[r]
+	if req == nil {
+		return fmt.Errorf("position of %q: %w", r, ErrUnknownRequest)
+	}
+	s := req.stream(l)
+	if s == nil {
+		return fmt.Errorf("position of %q label %q: %w", r, l, ErrUnknownLabel)
+	}
+	s.position = position
+	return nil
+}
+
 // RequestState is one request for people to look at.
 type RequestState struct {
-	Request   id.Request
-	Streams   []StreamState // in the order they were made
-	InFlight  bool          // a step is
-	Reading   bool          // a retrieval runs or drains
-	Published PublicationID // 0: none live
-	Final     bool          // it is SEALED
+	Request      id.Request
+	Streams      []StreamState // in the order they were made
+	ContentEpoch uint32
+	InFlight     bool          // a step is
+	Reading      bool          // a retrieval runs or drains
+	Moving       bool          // to or from the host
+	Published    PublicationID // 0: none live
+	Final        bool          // it is SEALED
 }
 
 // StreamState is one stream for people to look at.
 type StreamState struct {
-	Label  id.Label
-	Tokens int // committed
-	Pages  int // reserve included
+	Label      id.Label
+	State      State
+	Tokens     int // committed, Released included
+	Released   int // tokens
+	Prefix     int // tokens in front of the released
+	Position   int
+	Pages      int // on the device, reserve included
+	HostPages  int
+	Generation uint64 // mutation epoch
 }
 
 // Request returns one live request.
@@ -141,12 +192,17 @@ func (m *Manager) Requests(limit int) []RequestState {
 }
 
 func (r *request) state() RequestState {
-	s := RequestState{Request: r.id, InFlight: r.inFlight > 0, Reading: r.reading != nil}
+	s := RequestState{
+		Request: r.id, ContentEpoch: r.epoch, InFlight: r.inFlight > 0, Reading: r.reading != nil, Moving: r.moving != nil,
+	}
 	if p := r.publication; p != nil {
 		s.Published, s.Final = p.id, p.final
 	}
 	for _, t := range r.streams {
-		s.Streams = append(s.Streams, StreamState{Label: t.label, Tokens: t.stored, Pages: len(t.pages)})
+		s.Streams = append(s.Streams, StreamState{
+			Label: t.label, State: t.state, Tokens: t.stored, Released: t.released, Prefix: t.prefix, Position: t.position,
+			Pages: len(t.pages), HostPages: len(t.host), Generation: t.mutation,
+		})
 	}
 	return s
 }

@@ -14,7 +14,8 @@ type RetrievalID uint64
 
 // Move is what is to be read of one label, the same on every local rank: the
 // tokens [From, To). Remote and Local name the pages that these tokens lie in,
-// and no others.
+// and no others. A label of which tokens were released has two: before and
+// behind them.
 type Move struct {
 	Label       id.Label
 	From, To    int
@@ -77,8 +78,18 @@ type part struct {
 	label    id.Label
 	stream   *stream // nil: to be made when it lands
 	from, to int
-	over     bool         // the tokens in the stream are of another origin
+	over     bool         // the tokens in the stream are of no use, it begins anew
+	released int          // tokens that the stream will be without
+	prefix   int          // tokens in front of those
 	reserved []page.Index // for this attempt, beyond the stream's
+}
+
+// first is the index, in the stream's pages, of the first one that the read writes.
+func (p *part) first(size int) int {
+	if p.from == 0 {
+		return 0
+	}
+	return (p.from - p.released) / size
 }
 
 // AdmitRetrieve compares the source with what the request has, and returns how
@@ -95,8 +106,8 @@ type part struct {
 // It refuses, and changes nothing then: a source that does not fit
 // ([*IncompatibleError]) or contradicts itself ([*MalformedError]), more tokens
 // for a stream on which a step was committed since it landed (ErrDiverged), a
-// request with a step in flight (ErrStepInFlight), too few free pages
-// ([*AllocationError]), and an own source that has ended (ErrEnded) or that
+// request with a step in flight (ErrStepInFlight), a needed stream that is not on
+// the device ([*OffloadingError]), too few free pages ([*AllocationError]), and an own source that has ended (ErrEnded) or that
 // another life of the request published (ErrGone).
 func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int) (Outcome, error) {
 	if minTokens < 0 {
@@ -117,6 +128,14 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, ErrUnknownRequest)
 	case req.reading != nil:
 		return Outcome{Readiness: Reading}, nil
+	}
+	needed := req.needs.at(at)
+	for _, l := range needed {
+		if s := req.stream(l); s != nil && s.state != Resident {
+			return Outcome{}, fmt.Errorf("retrieve: %w", &OffloadingError{r, l})
+		}
+	}
+	switch {
 	case src == nil:
 		return Outcome{Readiness: Ready}, nil
 	case own:
@@ -125,7 +144,7 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 		}
 		return Outcome{Readiness: Ready}, nil
 	}
-	ready, parts, remote, err := m.compare(req, req.needs.at(at), src, minTokens)
+	ready, parts, remote, err := m.compare(req, needed, src, minTokens)
 	if err != nil {
 		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
 	}
@@ -178,8 +197,9 @@ func (m *Manager) compare(req *request, needed []id.Label, src *Source, minToken
 			ready = false
 			continue
 		}
-		p := part{label: l, stream: req.byLabel[l]}
+		p := part{label: l, stream: req.stream(l)}
 		if s := p.stream; s != nil {
+			p.released, p.prefix = s.released, s.prefix
 			switch s.origin {
 			case origin{}:
 				p.from = s.stored // computed here, as far as it goes
@@ -188,24 +208,31 @@ func (m *Manager) compare(req *request, needed []id.Label, src *Source, minToken
 			default:
 				p.over = true
 			}
-			if s.diverged() && (p.over || t.Tokens > p.from) {
-				return false, nil, nil, fmt.Errorf("label %q: %w", l, ErrDiverged)
-			}
 		}
-		p.to = max(p.from, t.Tokens)
 		done := src.Publication.Final && p.from >= t.Tokens || minTokens > 0 && p.from >= minTokens
+		gap := t.Tokens > p.from && 0 < p.from && p.from < t.Start
+		if gap && !done && p.stream.origin == from { // what is between is there no more
+			p.over, p.from = true, 0
+		}
+		if s := p.stream; s != nil && s.diverged() && (p.over || t.Tokens > p.from) {
+			return false, nil, nil, fmt.Errorf("label %q: %w", l, ErrDiverged)
+		}
 		ready = ready && done
-		if p.to == p.from && !p.over {
+		p.to = max(p.from, t.Tokens)
+		if p.to == p.from && !p.over || gap && done {
 			continue
 		}
 		if t.State != Resident {
 			ready = ready && !p.over
 			continue // there is nothing to read yet
 		}
-		if p.to > p.from && p.from < t.Start {
+		if gap && !p.over {
 			return false, nil, nil, &IncompatibleError{Fields: []page.Difference{{
 				Field: "start", Ours: strconv.Itoa(p.from), Theirs: strconv.Itoa(t.Start),
 			}}}
+		}
+		if p.from == 0 {
+			p.released, p.prefix = t.Start-t.Prefix, t.Prefix
 		}
 		over = over || p.over
 		parts = append(parts, p)
@@ -252,7 +279,7 @@ func (m *Manager) lacks(p *part) int {
 			}
 		}
 	}
-	return max(0, page.Count(p.to, m.size)-has)
+	return max(0, page.Count(p.to-p.released, m.size)-has)
 }
 
 // startOver empties the streams whose tokens are of another origin. What was
@@ -261,7 +288,7 @@ func (m *Manager) startOver(req *request, parts []part) (unseal []PublicationID)
 	over := false
 	for i := range parts {
 		if parts[i].over {
-			m.rewind(parts[i].stream, false)
+			m.rewind(req, parts[i].stream, false)
 			over = true
 		}
 	}
@@ -286,30 +313,42 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*Strea
 		if p.to == p.from {
 			continue
 		}
-		var local []page.Index
-		first, end := p.from/m.size, page.Count(p.to, m.size)
 		n := m.lacks(&p)
+		var local []page.Index // from the first page that is written on
+		first, end := p.first(m.size), page.Count(p.to-p.released, m.size)
 		if s := p.stream; s != nil {
-			local = slices.Clone(s.pages[first:min(end, len(s.pages))])
+			local = slices.Clone(s.pages[min(first, len(s.pages)):min(end, len(s.pages))])
 		}
 		p.reserved, _ = m.arena.take(nil, n)
+		local = append(local, p.reserved...)
 		t := remote[i]
-		skip := t.Start / m.size
-		moves = append(moves, Move{
-			Label:       p.label,
-			From:        p.from,
-			To:          p.to,
-			RemoteStart: first * m.size,
-			Remote:      slices.Clone(t.Pages[first-skip : end-skip]),
-			LocalStart:  first * m.size,
-			Local:       append(local, p.reserved...),
-		})
+		move := func(from, to, skip int, local []page.Index) { // skip: tokens that the remote list is without
+			start := from / m.size * m.size
+			moves = append(moves, Move{
+				Label: p.label, From: from, To: to,
+				RemoteStart: start, Remote: slices.Clone(t.Pages[(start-skip)/m.size : page.Count(to-skip, m.size)]),
+				LocalStart: start, Local: local,
+			})
+		}
+		switch behind := t.Start - t.Prefix; {
+		case p.from == 0 && t.Start > 0:
+			front := t.Prefix / m.size
+			if front > 0 {
+				move(0, t.Prefix, 0, local[:front:front])
+			}
+			if p.to > t.Start {
+				move(t.Start, p.to, behind, local[front:])
+			}
+		default:
+			move(p.from, p.to, behind, local)
+		}
 		kept = append(kept, p)
 	}
 	if len(moves) == 0 {
 		return nil
 	}
 	m.lastRetrieval++
+	req.active = m.tick()
 	t := &retrieval{id: m.lastRetrieval, request: req, origin: from, parts: kept}
 	m.retrievals[t.id] = t
 	req.reading = t
@@ -334,9 +373,11 @@ func (m *Manager) Landed(i RetrievalID) error {
 		}
 		s.pages = append(s.pages, p.reserved...)
 		s.stored, s.landed = p.to, p.to
+		s.released, s.prefix = p.released, p.prefix
 		s.origin = t.origin
 		s.mutation++
 	}
+	t.request.active = m.tick()
 	t.request.reading = nil
 	delete(m.retrievals, i)
 	return nil
@@ -380,7 +421,7 @@ func (m *Manager) abandon(req *request) (cancel []RetrievalID) {
 		if s == nil {
 			continue
 		}
-		first, end := p.from/m.size, min(len(s.pages), page.Count(p.to, m.size))
+		first, end := p.first(m.size), min(len(s.pages), page.Count(p.to-p.released, m.size))
 		if first < end {
 			m.quarantine(s.pages[first:end])
 			t.drain = append(t.drain, s.pages[first:end]...)

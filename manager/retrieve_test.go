@@ -108,7 +108,7 @@ func TestRanks(t *testing.T) {
 }
 
 func TestReadiness(t *testing.T) {
-	both := Needs{Labels: []id.Label{"main", "cfg"}}
+	both := RequestConfig{Needs: Needs{Labels: []id.Label{"main", "cfg"}}}
 	t.Run("a needed label is missing", func(t *testing.T) {
 		b := newBed(t, 16, 8)
 		b.ok(b.Ingest("r", both))
@@ -161,16 +161,53 @@ func TestReadiness(t *testing.T) {
 		}
 	})
 	t.Run("released in front", func(t *testing.T) {
+		src := func(prefix, start, tokens int) *Source {
+			return peer(true, Stream{Label: "main", Prefix: prefix, Start: start, Tokens: tokens, Pages: upFrom(11, page.Count(tokens-start+prefix, 8))})
+		}
+		landed := func(b bed, got *Retrieval, want StreamState) {
+			b.t.Helper()
+			b.ok(b.Landed(got.ID))
+			s := b.state("r", "main")
+			s.Generation = 0
+			want.Label = "main"
+			b.same("stream", s, want)
+		}
 		b := newBed(t, 16, 8)
 		b.ingest("r")
-		src := peer(true, Stream{Label: "main", Start: 16, Tokens: 30, Pages: upFrom(11, 2)})
-		err := b.refused("r", src, ErrIncompatible)
+		got := b.retrieve("r", src(0, 16, 30), 0, Reading)
+		b.same("moves", got.Moves, []Move{{"main", 16, 30, 16, []page.Index{11, 12}, 16, []page.Index{1, 2}}})
+		landed(b, got, StreamState{Tokens: 30, Released: 16, Pages: 2})
+		b.retrieve("r", src(0, 16, 30), 0, Ready)
+		// What follows is found behind it: 32 is still in the source.
+		got = b.retrieve("r", src(0, 24, 40), 0, Reading)
+		b.same("moves", got.Moves, []Move{{"main", 30, 40, 24, []page.Index{11, 12}, 24, []page.Index{2, 3}}})
+		landed(b, got, StreamState{Tokens: 40, Released: 16, Pages: 3})
+		// Between 40 and 48 there is a gap: the stream starts over, prefix first.
+		got = b.retrieve("r", src(8, 48, 60), 0, Reading)
+		b.same("moves", got.Moves, []Move{
+			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}},
+			{"main", 48, 60, 48, []page.Index{12, 13}, 48, []page.Index{2, 3}},
+		})
+		landed(b, got, StreamState{Tokens: 60, Released: 40, Prefix: 8, Pages: 3})
+		p := b.grow("r", "main", 5)
+		b.same("slots", p.Slots, slots(at(3, 4), at(3, 5), at(3, 6), at(3, 7), at(4, 0)))
+		b.same("view", p.Views, []View{{"r", "main", []page.Index{1, 2, 3, 4}, 65, 40, 8, 5, p.Views[0].Generation}})
+		b.refused("r", src(8, 72, 80), ErrDiverged)
+
+		// Tokens that were computed here are no origin to start over from.
+		b = newBed(t, 16, 8)
+		b.ingest("r")
+		b.grow("r", "main", 10)
+		err := b.refused("r", src(0, 16, 30), ErrIncompatible)
 		if !strings.Contains(err.Error(), "start") {
 			t.Errorf("%v does not name the field", err)
 		}
-		b.ok(b.Landed(b.retrieve("r", peer(false, remote("main", 20, 1)), 0, Reading).ID))
-		got := b.retrieve("r", src, 0, Reading)
-		b.same("moves", got.Moves, []Move{{"main", 20, 30, 16, []page.Index{11, 12}, 16, []page.Index{3, 4}}})
+		// One that ends where it starts has nothing to be read.
+		b = newBed(t, 16, 8)
+		b.ingest("r")
+		for _, s := range []*Source{src(0, 16, 16), src(8, 16, 16)} {
+			b.refused("r", s, ErrMalformed)
+		}
 	})
 	t.Run("unknown request", func(t *testing.T) {
 		b := newBed(t, 16, 8)
@@ -299,7 +336,7 @@ func TestLateLanding(t *testing.T) {
 // A stream that starts over leaves what it had published to limbo.
 func TestStartOver(t *testing.T) {
 	b := newBed(t, 12, 8)
-	b.ok(b.Ingest("r", Needs{Labels: []id.Label{"main", "cfg"}}))
+	b.ok(b.Ingest("r", RequestConfig{Needs: Needs{Labels: []id.Label{"main", "cfg"}}}))
 	first := peer(true, remote("cfg", 8, 21), remote("main", 20, 11))
 	b.ok(b.Landed(b.retrieve("r", first, 0, Reading).ID)) // main 1 2 3, cfg 4
 	p := b.publish("r", true)
@@ -345,7 +382,7 @@ func FuzzSource(f *testing.F) {
 	f.Add([]byte{255, 1, 2}, math.MaxInt, math.MinInt, -1)
 	f.Fuzz(func(t *testing.T, data []byte, tokens, start, arena int) {
 		b := newBed(t, 16, 8)
-		b.ok(b.Ingest("r", Needs{Labels: []id.Label{"main", "cfg"}}))
+		b.ok(b.Ingest("r", RequestConfig{Needs: Needs{Labels: []id.Label{"main", "cfg"}}}))
 		next := func() (x byte) {
 			if len(data) > 0 {
 				x, data = data[0], data[1:]

@@ -70,14 +70,17 @@ func (m *Manager) inspect(s *Source, own bool) error {
 		if t.Start < 0 || t.Start%m.size != 0 {
 			return bad("start", "%d is not at a page of %d tokens", t.Start, m.size)
 		}
-		if t.Tokens < t.Start {
-			return bad("tokens", "%d of which %d are released", t.Tokens, t.Start)
+		if t.Prefix < 0 || t.Prefix%m.size != 0 || t.Prefix > 0 && t.Prefix >= t.Start {
+			return bad("prefix", "%d is not whole pages in front of %d", t.Prefix, t.Start)
+		}
+		if t.Tokens < t.Start || t.Tokens == t.Start && t.Start > 0 { // of the last page nothing is released
+			return bad("tokens", "%d, and what is kept starts at %d", t.Tokens, t.Start)
 		}
 		if t.State != Resident {
 			continue // it names no pages that could be read
 		}
-		if need := page.Count(t.Tokens-t.Start, m.size); len(t.Pages) < need {
-			return bad("pages", "%d of them, %d tokens need %d", len(t.Pages), t.Tokens-t.Start, need)
+		if held := t.Tokens - t.Start + t.Prefix; len(t.Pages) < page.Count(held, m.size) {
+			return bad("pages", "%d of them, %d tokens need %d", len(t.Pages), held, page.Count(held, m.size))
 		}
 		for _, x := range t.Pages {
 			if x == page.Sink {

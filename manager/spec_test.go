@@ -40,10 +40,51 @@ func TestSpec(t *testing.T) {
 		{"017 combined labels", spec017},
 		{"018 bad combined labels", spec018},
 		{"019 decode slots are the last ones", spec019},
+		{"020 a plan is staged for a captured graph", spec020},
+		{"021 buffers only grow", spec021},
 		{"022 two segments of one stream", spec022},
 		{"023 commit after one request was removed", spec023},
+		{"024 no commit to a claimed stream", spec024},
+		{"025 fork before the segments", spec025},
+		{"026 fork after the segments", spec026},
+		{"027 fork of a label that the step makes", spec027},
+		{"028 fork after a discarded step", spec028},
+		{"029 a row that pads", spec029},
+		{"030 a fork that can't fit", spec030},
+		{"031 fork onto what has more pages", spec031},
+		{"032 a fork moves the generation", spec032},
+		{"033 fork and segment on its target", spec033},
+		{"034 chain of forks", spec034},
+		{"035 what a fork takes over", spec035},
+		{"036 stage and drop", spec036},
+		{"037 stage and promote", spec037},
+		{"038 two staged", spec038},
+		{"039 nothing staged", spec039},
+		{"040 stage over what is there", spec040},
+		{"041 another step than the staged one", spec041},
 		{"042 abort", spec042},
 		{"043 abort of one of two", spec043},
+		{"044 to the host and back", spec044},
+		{"045 position and released survive", spec045},
+		{"046 two labels", spec046},
+		{"047 no host", spec047},
+		{"048 host with room for one label", spec048},
+		{"049 host with room for none", spec049},
+		{"050 no room on the device", spec050},
+		{"051 removed on the host", spec051},
+		{"052 admit during the copy", spec052},
+		{"053 fork from a claimed stream", spec053},
+		{"054 fork into a claimed stream", spec054},
+		{"055 removed during the copy", spec055},
+		{"056 a copy fails", spec056},
+		{"057 others during the copy", spec057},
+		{"058 step in flight", spec058},
+		{"059 reserve stays off the host", spec059},
+		{"060 reload during the copy", spec060},
+		{"061 another life during the copy", spec061},
+		{"062 reset on the host", spec062},
+		{"063 zero span on the host", spec063},
+		{"064 read into", spec064},
 		{"065 ingest is idempotent", spec065},
 		{"066 capture rows", spec066},
 		{"067 a publication is a value", spec067},
@@ -60,15 +101,19 @@ func TestSpec(t *testing.T) {
 		{"078 our own publication", spec078},
 		{"079 needed labels", spec079},
 		{"080 too few pages", spec080},
+		{"081 retrieve into a claimed stream", spec081},
 		{"082 nothing to move", spec082},
 		{"083 too few pages published", spec083},
 		{"084 another geometry", spec084},
 		{"085 another content epoch", spec085},
 		{"086 all labels at once", spec086},
 		{"087 pages of a range", spec087},
+		{"095 ranks of another world", spec095},
 		{"096 removed while published", spec096},
 		{"097 publication ends before its request", spec097},
+		{"098 a content epoch ends its publication", spec098},
 		{"100 another life of the owner", spec100},
+		{"101 eight drivers at once", spec101},
 	} {
 		t.Run(c.name, c.run)
 	}
@@ -105,9 +150,9 @@ func spec003(t *testing.T) {
 	b.same("indptrs", p.Indptrs, Indptrs{
 		QO: []int32{0, 10}, Pages: []int32{0, 2}, Indices: []int32{1, 2}, LastPageLen: []int32{2},
 	})
-	b.same("views", p.Views, []View{{"a", "main", []page.Index{1, 2}, 10, 10, 1}})
+	b.same("views", p.Views, []View{{"a", "main", []page.Index{1, 2}, 10, 0, 0, 10, 1}})
 	b.same("slots", p.Slots, slots(
-		Slot{1, 0}, Slot{1, 1}, Slot{1, 2}, Slot{1, 3}, Slot{1, 4}, Slot{1, 5}, Slot{1, 6}, Slot{1, 7}, Slot{2, 0}, Slot{2, 1}))
+		at(1, 0), at(1, 1), at(1, 2), at(1, 3), at(1, 4), at(1, 5), at(1, 6), at(1, 7), at(2, 0), at(2, 1)))
 	b.generation("a", "main", 2)
 }
 
@@ -115,13 +160,13 @@ func spec004(t *testing.T) {
 	b := newBed(t, 8, 8)
 	b.ingest("a")
 	b.grow("a", "main", 10)
-	b.same("slots", b.grow("a", "main", 1).Slots, slots(Slot{2, 2}))
+	b.same("slots", b.grow("a", "main", 1).Slots, slots(at(2, 2)))
 	b.stored("a", "main", 11)
 	b.pages("a", "main", 1, 2)
 	b.generation("a", "main", 3)
 	b.same("last page", b.grow("a", "main", 5).Indptrs.LastPageLen, []int32{8})
 	b.stored("a", "main", 16)
-	b.same("slots", b.grow("a", "main", 1).Slots, slots(Slot{3, 0}))
+	b.same("slots", b.grow("a", "main", 1).Slots, slots(at(3, 0)))
 	b.stored("a", "main", 17)
 	b.generation("a", "main", 6)
 }
@@ -138,7 +183,7 @@ func spec005(t *testing.T) {
 		b.same("shortage", *short, AllocationError{"a", l, 5, 3})
 	}
 	b.free(3)
-	b.same("request", b.Requests(0), []RequestState{{Request: "a", Streams: []StreamState{{"main", 0, 0}}}})
+	b.same("request", b.Requests(0), []RequestState{{Request: "a", Streams: []StreamState{{Label: "main"}}}})
 }
 
 func spec006(t *testing.T) {
@@ -152,9 +197,8 @@ func spec006(t *testing.T) {
 	// Both have the same slots: only one of them can become the stream's, and
 	// nothing is offered while the other may still write.
 	b.commit(one)
-	_, err := b.Plan(two)
-	b.fails(err, ErrInvalid)
-	_, err = b.Publish("a", false)
+	b.fails(b.Plan(two, new(Plans)), ErrInvalid)
+	_, err := b.Publish("a", false)
 	b.fails(err, ErrStepInFlight)
 	b.commit(two, "a")
 	b.stored("a", "main", 10)
@@ -247,7 +291,7 @@ func spec011(t *testing.T) {
 	p := b.grow("a", "main", 5)
 	b.same("pages", p.Views[0].Pages, []page.Index{1})
 	b.same("length", p.Views[0].Length, 5)
-	b.same("slots", p.Slots, slots(Slot{1, 0}, Slot{1, 1}, Slot{1, 2}, Slot{1, 3}, Slot{1, 4}))
+	b.same("slots", p.Slots, slots(at(1, 0), at(1, 1), at(1, 2), at(1, 3), at(1, 4)))
 	b.pages("a", "main", 1, 2, 3)
 }
 
@@ -258,13 +302,13 @@ func spec012(t *testing.T) {
 	tok, err := b.Admit(Step{Segments: []Segment{{"a", "main", 9}}, Discard: true})
 	b.ok(err)
 	p := b.plan(tok)
-	b.same("first", p.Slots[0], Slot{2, 0})
-	b.same("last", p.Slots[8], Slot{3, 0})
+	b.same("first", p.Slots[0], at(2, 0))
+	b.same("last", p.Slots[8], at(3, 0))
 	b.commit(tok)
 	b.stored("a", "main", 8)
 	b.pages("a", "main", 1, 2, 3)
 	b.inFlight("a", false)
-	b.same("slots", b.grow("a", "main", 2).Slots, slots(Slot{2, 0}, Slot{2, 1}))
+	b.same("slots", b.grow("a", "main", 2).Slots, slots(at(2, 0), at(2, 1)))
 }
 
 func spec013(t *testing.T) {
@@ -274,7 +318,7 @@ func spec013(t *testing.T) {
 	b.grow("r", "main", 6)
 	p := b.grow("r", "main", 3)
 	b.same("pages", p.Views[0].Pages, []page.Index{5, 6, 7})
-	b.same("slots", p.Slots, slots(Slot{6, 2}, Slot{6, 3}, Slot{7, 0}))
+	b.same("slots", p.Slots, slots(at(6, 2), at(6, 3), at(7, 0)))
 	b.same("last page", p.Indptrs.LastPageLen, []int32{1})
 }
 
@@ -283,7 +327,7 @@ func spec014(t *testing.T) {
 	b.ingest("a")
 	b.grow("a", "main", 10)
 	p := b.grow("a", "main", 0)
-	b.same("views", p.Views, []View{{"a", "main", []page.Index{1, 2}, 10, 0, 2}})
+	b.same("views", p.Views, []View{{"a", "main", []page.Index{1, 2}, 10, 0, 0, 0, 2}})
 	b.same("slots", p.Slots, slots())
 	b.stored("a", "main", 10)
 	b.generation("a", "main", 2)
@@ -293,8 +337,8 @@ func spec015(t *testing.T) {
 	b := newBed(t, 8, 8)
 	b.ingest("a")
 	p := b.grow("a", "main", 0)
-	b.same("views", p.Views, []View{{"a", "main", []page.Index{}, 0, 0, 0}})
-	b.same("indptrs", p.Indptrs, Indptrs{QO: []int32{0, 0}, Pages: []int32{0, 0}, Indices: []int32{}, LastPageLen: []int32{8}})
+	b.same("views", p.Views, []View{{"a", "main", nil, 0, 0, 0, 0, 0}})
+	b.same("indptrs", p.Indptrs, Indptrs{QO: []int32{0, 0}, Pages: []int32{0, 0}, LastPageLen: []int32{8}})
 	b.same("slots", p.Slots, slots())
 }
 
@@ -314,8 +358,7 @@ func spec017(t *testing.T) {
 		Combined: []Combined{{[]id.Label{"main", "cfg"}, "batched"}},
 	})
 	b.ok(err)
-	plans, err := b.Plan(tok)
-	b.ok(err)
+	plans := b.plans(tok).Plans
 	b.same("plans", len(plans), 2)
 	p := plans[0]
 	b.same("label", p.Label, id.Label("batched"))
@@ -328,7 +371,7 @@ func spec017(t *testing.T) {
 		QO: []int32{0, 3, 5, 8, 10}, Pages: []int32{0, 1, 2, 3, 4}, Indices: []int32{1, 3, 2, 4}, LastPageLen: []int32{3, 2, 3, 2},
 	})
 	b.same("label", plans[1].Label, id.Label("x"))
-	b.same("slots", plans[1].Slots, slots(Slot{5, 0}))
+	b.same("slots", plans[1].Slots, slots(at(5, 0)))
 	b.commit(tok)
 	b.stored("b", "cfg", 2)
 }
@@ -376,7 +419,7 @@ func spec019(t *testing.T) {
 		tok := b.admit(segments...)
 		p := b.plan(tok)
 		for i, v := range p.Views {
-			fast := Slot{v.Pages[len(v.Pages)-1], p.Indptrs.LastPageLen[i] - 1}
+			fast := at(v.Pages[len(v.Pages)-1], p.Indptrs.LastPageLen[i]-1)
 			b.same("slot", p.Slots[i], fast)
 		}
 		b.commit(tok)
@@ -422,8 +465,7 @@ func spec042(t *testing.T) {
 	b.fails(b.Abort(tok), ErrUnknownToken)
 	_, err := b.Commit(tok)
 	b.fails(err, ErrUnknownToken)
-	_, err = b.Plan(tok)
-	b.fails(err, ErrUnknownToken)
+	b.fails(b.Plan(tok, new(Plans)), ErrUnknownToken)
 }
 
 func spec043(t *testing.T) {
@@ -441,9 +483,9 @@ func spec043(t *testing.T) {
 
 func spec065(t *testing.T) {
 	b := newBed(t, 32, 8)
-	b.ok(b.Ingest("a", Needs{Labels: []id.Label{"x"}}))
+	b.ok(b.Ingest("a", RequestConfig{Needs: Needs{Labels: []id.Label{"x"}}}))
 	b.grow("a", "main", 100)
-	b.ok(b.Ingest("a", Needs{Labels: []id.Label{"y"}}))
+	b.ok(b.Ingest("a", RequestConfig{Needs: Needs{Labels: []id.Label{"y"}}}))
 	b.stored("a", "main", 100)
 	b.pages("a", "main", upFrom(1, 13)...)
 	b.same("needs", b.requests["a"].needs.Labels, []id.Label{"x"})
@@ -701,7 +743,7 @@ func spec079(t *testing.T) {
 		"empty":     {needs, At{"none", "w"}, ""},
 		"all empty": {Needs{Labels: []id.Label{}}, At{}, ""},
 	} {
-		b.ok(b.Ingest("r", c.needs))
+		b.ok(b.Ingest("r", RequestConfig{Needs: c.needs}))
 		out, err := b.AdmitRetrieve("r", c.at, src, 0)
 		b.ok(err)
 		if c.want == "" {
@@ -804,7 +846,7 @@ func spec085(t *testing.T) {
 
 func spec086(t *testing.T) {
 	b := newBed(t, 16, 8)
-	b.ok(b.Ingest("r", Needs{Labels: []id.Label{"main", "cfg"}}))
+	b.ok(b.Ingest("r", RequestConfig{Needs: Needs{Labels: []id.Label{"main", "cfg"}}}))
 	got := b.retrieve("r", peer(true, remote("cfg", 9, 21), remote("main", 20, 11)), 0, Reading)
 	b.same("moves", got.Moves, []Move{
 		{"main", 0, 20, 0, []page.Index{11, 12, 13}, 0, []page.Index{1, 2, 3}},
@@ -836,6 +878,17 @@ func spec087(t *testing.T) {
 			c.first * 8, upFrom(page.Index(1+c.first), n),
 		})
 	}
+}
+
+func spec095(t *testing.T) {
+	b := newBed(t, 16, 8)
+	b.ingest("r")
+	src := peer(true, remote("main", 20, 11))
+	src.Publication.Streams[0].Ranks = []id.Rank{0, 1} // of a world of one
+	b.refused("r", src, ErrMalformed)
+	src.Geometry.WorldSize = 2
+	b.refused("r", src, ErrIncompatible)
+	b.stored("r", "main", 0)
 }
 
 func spec096(t *testing.T) {
@@ -871,6 +924,53 @@ func spec097(t *testing.T) {
 	b.grow("a", "main", 1)
 	b.same("id", b.publish("a", true).ID, PublicationID(2))
 	b.same("removed", b.remove("a", false), Removed{Lives: []PublicationID{2}})
+}
+
+// Whatever takes tokens away that were offered ends their publication, so that
+// nobody is let in by its old name; what comes then has another name and epoch.
+func spec098(t *testing.T) {
+	for name, lose := range map[string]func(bed) []PublicationID{
+		"reset": func(b bed) []PublicationID {
+			defer b.grow("r", "main", 20)
+			return b.reset("r", false).Unseal
+		},
+		"removed": func(b bed) []PublicationID {
+			out := b.remove("r", true)
+			b.ingest("r")
+			b.grow("r", "main", 20)
+			b.reset("r", false) // the epochs of another life begin anew
+			b.grow("r", "main", 20)
+			return out.Unseal
+		},
+		"forked over": func(b bed) []PublicationID {
+			tok := b.step(Step{Segments: []Segment{{"r", "x", 20}}, PostForks: []Fork{{"x", "main"}}})
+			out, err := b.Commit(tok)
+			b.ok(err)
+			return out.Unseal
+		},
+		"started over": func(b bed) []PublicationID {
+			src := peer(true, remote("main", 20, 11))
+			src.Name.Sequence++
+			out, err := b.AdmitRetrieve("r", At{}, src, 0)
+			b.ok(err)
+			b.ok(b.Landed(out.Start.ID))
+			return out.Unseal
+		},
+	} {
+		b := newBed(t, 32, 8)
+		b.ingest("r")
+		b.ok(b.Landed(b.retrieve("r", peer(true, remote("main", 20, 11)), 0, Reading).ID))
+		old := b.publish("r", true)
+		b.same(name, lose(b), []PublicationID{old.ID})
+		b.Unsealed(old.ID)
+		now := b.publish("r", true)
+		if now.ID == old.ID || now.ContentEpoch == old.ContentEpoch {
+			t.Errorf("%s: publication %d at epoch %d after %d at %d", name, now.ID, now.ContentEpoch, old.ID, old.ContentEpoch)
+		}
+		own := peer(true)
+		own.Name.Owner, own.Publication.ID = b.life, old.ID
+		b.refused("r", own, ErrEnded)
+	}
 }
 
 func spec100(t *testing.T) {
