@@ -26,7 +26,7 @@ func toWire(p manager.Publication) (wire.Announcement, error) {
 	}
 	pages := 0
 	for _, s := range p.Streams {
-		r := wire.Ref{Label: s.Label, Start: s.Start, Tokens: s.Tokens, State: uint8(s.State), List: -1}
+		r := wire.Ref{Label: s.Label, Prefix: s.Prefix, Start: s.Start, Tokens: s.Tokens, State: uint8(s.State), List: -1}
 		for _, rank := range s.Ranks {
 			if err := rank.Validate(); err != nil {
 				return a, fmt.Errorf("label %q: %w", string(s.Label), err)
@@ -57,7 +57,7 @@ func fromWire(refs []wire.Ref, lists [][]page.Index) []manager.Stream {
 		r := &refs[i]
 		s := manager.Stream{
 			Label: r.Label, Ranks: make([]id.Rank, 0, bits.OnesCount64(r.RankMask)),
-			Start: r.Start, Tokens: r.Tokens, State: manager.State(r.State),
+			Prefix: r.Prefix, Start: r.Start, Tokens: r.Tokens, State: manager.State(r.State),
 		}
 		for m := r.RankMask; m != 0; m &= m - 1 {
 			s.Ranks = append(s.Ranks, id.Rank(bits.TrailingZeros64(m)))
@@ -73,23 +73,34 @@ func fromWire(refs []wire.Ref, lists [][]page.Index) []manager.Stream {
 	return streams
 }
 
-// shrinks names a stream of old that grown lacks or has with less tokens.
-func shrinks(old, grown []manager.Stream) (label id.Label, rank id.Rank, ok bool) {
+// departs names a stream in which next can't be what old has become: old has it,
+// and next lacks it or has less tokens of it. Where old was final, nothing but
+// state and pages may be another.
+func departs(old, next []manager.Stream, final bool) (label id.Label, rank id.Rank, ok bool) {
 	type key struct {
 		label id.Label
 		rank  id.Rank
 	}
-	tokens := make(map[key]int, len(grown))
-	for _, s := range grown {
-		for _, r := range s.Ranks {
-			tokens[key{s.Label, r}] = s.Tokens
+	left := make(map[key]*manager.Stream, len(next))
+	for i := range next {
+		for _, r := range next[i].Ranks {
+			left[key{next[i].Label, r}] = &next[i]
 		}
 	}
-	for _, s := range old {
-		for _, r := range s.Ranks {
-			if n, ok := tokens[key{s.Label, r}]; !ok || n < s.Tokens {
-				return s.Label, r, true
+	for i := range old {
+		o := &old[i]
+		for _, r := range o.Ranks {
+			k := key{o.Label, r}
+			n := left[k]
+			if n == nil || n.Tokens < o.Tokens || final && (n.Tokens != o.Tokens || n.Prefix != o.Prefix || n.Start != o.Start) {
+				return o.Label, r, true
 			}
+			delete(left, k)
+		}
+	}
+	if final {
+		for k := range left { // a stream more
+			return k.label, k.rank, true
 		}
 	}
 	return "", 0, false

@@ -45,7 +45,12 @@ func anyStreams(t *rapid.T) (streams []manager.Stream) {
 				Label: label, Ranks: ranks, Pages: rapid.SampledFrom(lists).Draw(t, "list"),
 				Tokens: rapid.IntRange(0, 1<<31-1).Draw(t, "tokens"), State: manager.State(rapid.IntRange(0, 2).Draw(t, "state")),
 			}
-			s.Start = rapid.IntRange(0, s.Tokens).Draw(t, "start")
+			if s.Start = rapid.IntRange(0, s.Tokens).Draw(t, "start"); s.Start > 0 {
+				s.Prefix = rapid.IntRange(0, s.Start-1).Draw(t, "prefix")
+			}
+			if s.State != manager.Resident {
+				s.Pages = []page.Index{}
+			}
 			streams = append(streams, s)
 		}
 	}
@@ -82,6 +87,10 @@ func TestStreamsArriveAsTheyWere(t *testing.T) {
 		if !e.HasTable {
 			if len(a.Full) <= wire.InlineBytes {
 				t.Fatalf("%d bytes came without their pages", len(a.Full))
+			}
+			isResident := func(s manager.Stream) bool { return s.State == manager.Resident }
+			if len(e.Publication.Streams) > 0 && !slices.ContainsFunc(want.Streams, isResident) {
+				t.Fatal("there are no pages, and they are missing")
 			}
 			pages.Streams = slices.Clone(want.Streams)
 			for i := range pages.Streams {

@@ -46,7 +46,7 @@ type BoardStats struct {
 	Passed     uint64 // of them, those that were news, to be passed on
 	Malformed  uint64 // of them
 	Unknown    uint64 // of them, a version or kind that this node does not know
-	News       uint64 // announcements that became entries, or made one grow
+	News       uint64 // announcements that became entries, or took the place of one
 	Duplicates uint64 // announcements that were known, live or ended
 	Old        uint64 // messages of a life that a newer one has replaced, or that has said goodbye
 	Released   uint64 // entries that their owner has ended

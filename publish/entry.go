@@ -1,6 +1,8 @@
 package publish
 
 import (
+	"cmp"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry/api/wire"
@@ -16,8 +18,8 @@ type Entry struct {
 	Request  id.RequestHash
 	Seal     uint32
 	Digest   uint64
-	// HasTable: the pages are known. If not, look them up at the owner; the
-	// streams may be missing, too.
+	// HasTable: the pages are known, or there are none since no stream is
+	// resident. If not, look them up at the owner; the streams may be missing, too.
 	HasTable bool
 	Expires  time.Time // by this node's clock
 	// Publication has ID 0, and Request "" until the owner itself has told it.
@@ -38,13 +40,13 @@ type entry struct {
 	table     []byte        // of wire.EncodeTable
 	seal      uint32
 	epoch     uint32 // of the content
-	pages     uint32 // in the table; 0: no table, or an empty one
+	pages     uint32 // in the table; 0: it is not in the board's tables
 	due       int32  // index in the heap; -1: it has expired
 	final     bool
-	hasTable  bool // its pages are there
+	hasTable  bool // its pages are there, as far as it has any
 
 	sameBefore, sameAfter *entry // of the same request
-	older, newer          *entry // with a table
+	older, newer          *entry // with pages
 }
 
 func newEntry(now time.Duration, v *view, a *wire.Announcement) *entry {
@@ -57,8 +59,13 @@ func newEntry(now time.Duration, v *view, a *wire.Announcement) *entry {
 
 func (e *entry) visible(now time.Duration) bool { return e.view.presence == up && now < e.expires }
 
-// keep stores the streams of e, and their pages if there are any.
+// keep stores the streams of e, and their pages if they came along. Those that
+// are not resident have none that could be missing.
 func (e *entry) keep(refs []wire.Ref, lists [][]page.Index) {
+	if lists == nil && len(refs) > 0 && !slices.ContainsFunc(refs, isResident) {
+		last := slices.MaxFunc(refs, func(a, b wire.Ref) int { return cmp.Compare(a.List, b.List) }).List
+		lists = make([][]page.Index, last+1)
+	}
 	table, err := wire.EncodeTable(refs, lists)
 	if err != nil {
 		panic(err) // it was decoded from the same
@@ -69,7 +76,9 @@ func (e *entry) keep(refs []wire.Ref, lists [][]page.Index) {
 	}
 }
 
-// streams is what keep was given.
+func isResident(r wire.Ref) bool { return manager.State(r.State) == manager.Resident }
+
+// streams is what keep has kept.
 func (e *entry) streams() (refs []wire.Ref, lists [][]page.Index) {
 	refs, lists, err := wire.DecodeTable(e.table)
 	if err != nil {
@@ -138,7 +147,7 @@ func (m byRequest) take(e *entry) {
 	e.sameBefore, e.sameAfter = nil, nil
 }
 
-// tables are the entries with a table, by age.
+// tables are the entries with pages, by age.
 type tables struct {
 	oldest, newest *entry
 	bytes          int64

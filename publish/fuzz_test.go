@@ -8,6 +8,7 @@ import (
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/page"
+	"github.com/kvferry/kvferry/manager"
 )
 
 // script reads a fuzzer's bytes; at their end it reads zeros.
@@ -45,9 +46,20 @@ func (s *script) batch() wire.Batch {
 		a := wire.Announcement{
 			Publication: p, Sequence: p + id.Sequence(s.next()%4), Request: id.Request([]byte{'r', byte(s.next() % 3)}).Hash(),
 			TTLMillis: uint32(s.next()), Final: s.next()%4 == 0, ContentEpoch: uint32(s.next() % 8 / 7),
-			Refs: []wire.Ref{{Label: id.Main, RankMask: 1 + s.next()%3, Tokens: int(s.next() % 100)}},
 		}
+		ranks, tokens := s.next(), s.next()
+		r := wire.Ref{Label: id.Main, RankMask: 1 + ranks%3, Tokens: int(tokens % 100), State: uint8(ranks / 64 % 3)}
+		if tokens >= 100 {
+			r.Start = r.Tokens / 2
+		}
+		if tokens >= 200 {
+			r.Prefix = r.Start / 2
+		}
+		a.Refs = []wire.Ref{r}
 		if n := int(s.next() % 8); n > 0 {
+			if r.State != uint8(manager.Resident) {
+				n = 0
+			}
 			a.Lists, a.Pages = [][]page.Index{make([]page.Index, n)}, uint32(n)
 			a.Digest = wire.Digest(a.Refs, a.Lists)
 		}
@@ -84,6 +96,21 @@ func FuzzBoardReceive(f *testing.F) {
 		for op := range byte(3) {
 			f.Add(append([]byte{3, 4, 1, op, byte(len(item))}, item...))
 		}
+	}
+	// A final publication that goes to the host and comes back, in order and late.
+	moves := NewLog(LogOptions{Life: id.Life{Node: "alpha", Incarnation: 1}})
+	p := publication(1, "r", 40, true)
+	p.Streams[0].Prefix, p.Streams[0].Start, p.Streams[0].Tokens = 16, 32, 56
+	var steps [][]byte
+	for _, next := range []manager.Publication{p, in(manager.OnHost, p, 0), p} {
+		steps = append(steps, announce(f, moves, t0, next, time.Second).items[0])
+	}
+	for _, order := range [][]int{{0, 1, 2}, {1, 0, 2}, {2, 1, 0}} {
+		seed := []byte{3, 4, 1}
+		for _, i := range order {
+			seed = append(append(seed, 0, byte(len(steps[i]))), steps[i]...)
+		}
+		f.Add(seed)
 	}
 	f.Add([]byte{3, 4, 1, 4, 4, 0, 2, 1, 0, 1, 200, 0, 0, 2, 20, 3, 3, 1, 1, 200, 0, 0, 2, 30, 0, 2, 1, 2, 7, 60, 5, 4, 0, 9, 1, 1, 3, 7, 255})
 	f.Fuzz(func(t *testing.T, b []byte) {

@@ -39,8 +39,9 @@ func (b *Board) Learn(now time.Time, owner id.Life, full []byte, request id.Requ
 		return Entry{}, fmt.Errorf("learn from %s: publication %d: %w", owner, a.Publication, err)
 	}
 	if !e.hasTable {
-		// It has grown since, or its table found no room: the caller gets it all
-		// the same.
+		// It has grown or changed its state since, or its table found no room: the
+		// caller gets it all the same. While the seal word holds, all pages hold
+		// that the publication ever named.
 		e = newEntry(b.since(now), v, a)
 		e.requestID = request
 		e.keep(a.Refs, a.Lists)
@@ -180,6 +181,9 @@ func (b *Board) sync(now time.Time, v *view, c *wire.Check, live map[id.Sequence
 	names := make(map[id.Sequence]bool, len(live))
 	for s, a := range live {
 		names[a.Publication] = true
+		if v.ended[a.Publication] <= c.Max { // the owner knows better
+			delete(v.ended, a.Publication)
+		}
 		_, err := b.learn(now, v, a, "")
 		if old := v.named(a.Publication); errors.Is(err, ErrConflict) && old != nil { // the owner is right
 			b.remove(old)

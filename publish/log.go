@@ -145,14 +145,17 @@ func (l *Log) Reserve(p manager.PublicationID) (name id.Publication, seal uint32
 	return l.publication(h), h.seal, value, nil
 }
 
-// Announce appends an entry: the publication, new or grown, which must have
-// been reserved and whose seal word the caller has stored. It is outgoing from
-// now on. hold is how long others may take it for held; see [Log.Extend]. The
-// log keeps p, and its pages must not change.
+// Announce appends an entry: the publication, new, grown, or in another state
+// and with other pages, which must have been reserved and whose seal word the
+// caller has stored. It is outgoing from now on. hold is how long others may
+// take it for held; see [Log.Extend]. The log keeps p, and its pages must not
+// change.
 //
 // The error wraps [ErrUnknown] if it was not reserved, [ErrConflict] if it is
-// another request or content epoch than before, has shrunk, or was final, and
-// [ErrFull] if it has more than [wire.MaxPages] pages; then nothing has changed.
+// another request or content epoch than before, has shrunk, or was final and
+// differs in more than the states and pages of its streams, [wire.ErrMessage] if
+// its streams are not what [wire.Ref] says, and [ErrFull] if it has more than
+// [wire.MaxPages] pages; then nothing has changed.
 func (l *Log) Announce(now time.Time, p manager.Publication, hold time.Duration) (Announced, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -160,7 +163,7 @@ func (l *Log) Announce(now time.Time, p manager.Publication, hold time.Duration)
 	if h == nil {
 		return Announced{}, fmt.Errorf("announce publication %d: not reserved: %w", p.ID, ErrUnknown)
 	}
-	if err := h.grows(p); err != nil {
+	if err := h.follows(p); err != nil {
 		return Announced{}, fmt.Errorf("announce %s: %w", l.publication(h), err)
 	}
 	a, err := toWire(p)
@@ -212,18 +215,22 @@ func (l *Log) overtaken(h *held) {
 	}
 }
 
-// grows reports why p can't be the next entry of h.
-func (h *held) grows(p manager.Publication) error {
+// follows reports why p can't be the next entry of h.
+func (h *held) follows(p manager.Publication) error {
 	switch {
 	case len(h.steps) == 0:
 		return nil
 	case p.Request != h.value.Request || p.ContentEpoch != h.value.ContentEpoch:
 		return fmt.Errorf("request %q at content epoch %d was %q at %d: %w",
 			string(p.Request), p.ContentEpoch, string(h.value.Request), h.value.ContentEpoch, ErrConflict)
-	case h.value.Final:
+	case h.value.Final && !p.Final:
 		return fmt.Errorf("it was final: %w", ErrConflict)
 	}
-	if label, rank, ok := shrinks(h.value.Streams, p.Streams); ok {
+	label, rank, ok := departs(h.value.Streams, p.Streams, h.value.Final)
+	switch {
+	case ok && h.value.Final:
+		return fmt.Errorf("it was final, and label %q of rank %d is another: %w", string(label), rank, ErrConflict)
+	case ok:
 		return fmt.Errorf("label %q of rank %d has shrunk: %w", string(label), rank, ErrConflict)
 	}
 	return nil

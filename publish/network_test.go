@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 )
 
@@ -27,6 +28,7 @@ const (
 type network struct {
 	t       testing.TB
 	r       *rand.Rand
+	tier    *rand.Rand // when what is published changes its state
 	now     time.Time
 	events  events
 	n       uint64 // events so far
@@ -85,7 +87,7 @@ func (e *events) Pop() any {
 
 // newNetwork returns so many members that know each other.
 func newNetwork(t testing.TB, seed uint64, members int) *network {
-	n := &network{t: t, r: rand.New(rand.NewPCG(seed, 2)), now: t0, every: sweepEvery, room: 1 << 20}
+	n := &network{t: t, r: rand.New(rand.NewPCG(seed, 2)), tier: rand.New(rand.NewPCG(seed, 3)), now: t0, every: sweepEvery, room: 1 << 20}
 	for i := range members {
 		n.join(id.Life{Node: id.Node(fmt.Sprintf("n-%d", i)), Incarnation: 1}, BoardOptions{})
 	}
@@ -381,8 +383,19 @@ func (m *member) grow() {
 		return
 	}
 	i := m.open[m.r.IntN(len(m.open))]
-	h := m.log.held[i]
-	m.announce(publication(i, h.value.Request, h.value.Streams[0].Tokens+100, false), time.Hour)
+	if h := m.log.held[i]; !h.value.Final {
+		m.announce(publication(i, h.value.Request, h.value.Streams[0].Tokens+100, false), time.Hour)
+	}
+}
+
+// move brings a random one into another state, which may be its last growth, too.
+func (m *member) move() {
+	if len(m.open) == 0 {
+		return
+	}
+	p := m.log.held[m.open[m.tier.IntN(len(m.open))]].value
+	p.Final = p.Final || m.tier.IntN(2) == 0
+	m.announce(in(after(p.Streams[0].State, m.tier), p, page.Index(m.tier.Uint32N(1000))), time.Hour)
 }
 
 // end ends a random one.
@@ -398,8 +411,8 @@ func (m *member) end() {
 	m.flush()
 }
 
-// traffic publishes so many times a second in the whole cluster, grows and
-// ends, for a while. Of each member most live publications stay.
+// traffic publishes so many times a second in the whole cluster, grows, moves,
+// and ends, for a while. Of each member most live publications stay.
 func (n *network) traffic(d time.Duration, rate, most int) {
 	every := time.Second / time.Duration(rate)
 	for end := n.now.Add(d); n.now.Before(end); n.run(every) {
@@ -410,6 +423,9 @@ func (n *network) traffic(d time.Duration, rate, most int) {
 		m.publish(time.Hour)
 		if n.r.IntN(4) == 0 {
 			m.grow()
+		}
+		if n.tier.IntN(8) == 0 {
+			m.move()
 		}
 		for len(m.open) > most {
 			m.end()
@@ -450,6 +466,9 @@ func (m *member) lacks(owner *member) string {
 		live++
 		if v.live[h.newest()] == nil {
 			return fmt.Sprintf("%s lacks %d of %s (floor %d, max %d, %d ranges known)", m.life, h.newest(), owner.life, v.floor, v.max, len(v.known.ranges))
+		}
+		if why := v.live[h.newest()].differs(&h.entry); why != "" {
+			return fmt.Sprintf("%s of %s: %s", m.life, owner.life, why)
 		}
 	}
 	if live != len(v.live) {

@@ -5,7 +5,9 @@
 // only the owner repairs what a replica has missed. Every announcement takes
 // the next sequence of its owner's life, so a replica knows what it lacks; what
 // has ended is said sequence by sequence, and in bulk by a floor that only
-// rises. Of two lives of one owner the newer one makes the older one void.
+// rises. Of one publication the newest announcement alone counts: it has grown,
+// or its streams are in another state and on other pages, also once it is final.
+// Of two lives of one owner the newer one makes the older one void.
 //
 //	Log                                              Board
 //	Reserve → (seal word set) → Announce → Outgoing → Receive → ByRequest, Watch

@@ -3,6 +3,8 @@ package publish
 import (
 	"flag"
 	"fmt"
+	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -35,6 +37,35 @@ func publication(i manager.PublicationID, r id.Request, tokens int, final bool) 
 		ID: i, Request: r, ContentEpoch: 7, Final: final,
 		Streams: []manager.Stream{{Label: id.Main, Ranks: []id.Rank{0, 1}, Tokens: tokens, Pages: pages}},
 	}
+}
+
+// in is p with its streams in another state, which only Resident has pages in:
+// those of publication, so far moved.
+func in(state manager.State, p manager.Publication, moved page.Index) manager.Publication {
+	p.Streams = slices.Clone(p.Streams)
+	for i := range p.Streams {
+		s := &p.Streams[i]
+		if s.State, s.Pages = state, nil; state == manager.Resident {
+			s.Pages = slices.Clone(publication(p.ID, p.Request, s.Tokens, p.Final).Streams[0].Pages)
+			for n := range s.Pages {
+				s.Pages[n] += moved
+			}
+		}
+	}
+	return p
+}
+
+// after is a state that an owner may bring a stream into next.
+func after(s manager.State, r *rand.Rand) manager.State {
+	switch {
+	case s == manager.OnHost:
+		return manager.Resident
+	case s == manager.Offloading && r.IntN(3) == 0: // given up
+		return manager.Resident
+	case s == manager.Resident && r.IntN(2) == 0:
+		return manager.Offloading
+	}
+	return manager.OnHost
 }
 
 // announcement is what was announced, and what is gossiped of it.
@@ -173,7 +204,10 @@ func verify(t testing.TB, b *Board, now time.Time) {
 			if e.hasTable != (lists != nil) || len(refs) == 0 && e.hasTable {
 				t.Fatalf("%s: sequence %d has streams %v, lists %v", v.life(), s, refs, lists)
 			}
-			if e.hasTable {
+			if len(refs) > 0 && !e.hasTable && !slices.ContainsFunc(refs, isResident) {
+				t.Fatalf("%s: sequence %d has no table, and needs none: %v", v.life(), s, refs)
+			}
+			if e.pages > 0 {
 				tables++
 				tableBytes += int64(e.pages) * pageBytes
 			}
@@ -202,7 +236,7 @@ func verify(t testing.TB, b *Board, now time.Time) {
 	listed := 0
 	for e := b.tables.oldest; e != nil; e = e.newer {
 		listed++
-		if !e.hasTable || e.newer == nil && b.tables.newest != e || e.newer != nil && e.newer.older != e {
+		if !e.hasTable || e.pages == 0 || e.newer == nil && b.tables.newest != e || e.newer != nil && e.newer.older != e {
 			t.Fatalf("table of %d is not in order", e.sequence)
 		}
 	}
@@ -218,8 +252,17 @@ func verify(t testing.TB, b *Board, now time.Time) {
 	}
 }
 
-// tokens is the length of the first stream.
-func (e *entry) tokens() int {
-	refs, _ := e.streams()
-	return refs[0].Tokens
+// differs says how e is another than what its owner has announced; "": it is not.
+func (e *entry) differs(want *wire.Announcement) string {
+	refs, lists := e.streams()
+	same := func(l, want []page.Index) bool { return slices.Equal(l, want) }
+	switch {
+	case e.name != want.Publication || e.sequence != want.Sequence || e.final != want.Final || e.digest != want.Digest:
+		return fmt.Sprintf("sequence %d is %+v, announced %+v", e.sequence, e, want)
+	case len(refs) > 0 && !slices.Equal(refs, want.Refs):
+		return fmt.Sprintf("sequence %d has streams %+v, announced %+v", e.sequence, refs, want.Refs)
+	case lists != nil && !slices.EqualFunc(lists, want.Lists, same):
+		return fmt.Sprintf("sequence %d has pages %v, announced %v", e.sequence, lists, want.Lists)
+	}
+	return ""
 }

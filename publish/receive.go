@@ -215,7 +215,7 @@ func (b *Board) end(e *entry) {
 	b.remove(e)
 	b.stats.Released++
 	if e.name > e.view.floor && len(e.view.ended) < b.o.Window {
-		e.view.ended[e.name] = struct{}{}
+		e.view.ended[e.name] = e.sequence
 	}
 }
 
@@ -223,9 +223,9 @@ func (b *Board) end(e *entry) {
 type outcome uint8
 
 const (
-	isNews   outcome = iota // an entry, or one that grew
+	isNews   outcome = iota // an entry, or what takes the place of one
 	isLive                  // known, and live
-	isOver                  // known, and ended or grown since
+	isOver                  // known, and ended or replaced since
 	noRoom                  // refused, as if it had not come
 	conflict                // refused: it contradicts the entry that there is
 )
@@ -247,13 +247,14 @@ func (b *Board) announce(now time.Time, v *view, a *wire.Announcement, direct bo
 	if !b.room(v, a.Sequence) {
 		return noRoom
 	}
+	old := v.named(a.Publication)
+	if old != nil && old.sequence > a.Sequence || v.ended[a.Publication] > a.Sequence {
+		b.stats.Duplicates++
+		v.know(a.Sequence, a.Sequence)
+		return isOver
+	}
 	e := newEntry(b.since(now), v, a)
-	if old := v.named(a.Publication); old != nil {
-		if old.sequence > a.Sequence {
-			b.stats.Duplicates++
-			v.know(a.Sequence, a.Sequence)
-			return isOver
-		}
+	if old != nil {
 		if contradicts(old, a) {
 			b.stats.Conflicts++
 			v.max = max(v.max, a.Sequence)
@@ -276,17 +277,20 @@ func (b *Board) announce(now time.Time, v *view, a *wire.Announcement, direct bo
 	return isNews
 }
 
-// contradicts says whether a can't be what old has grown to.
+// contradicts says whether a can't be what old has become.
 func contradicts(old *entry, a *wire.Announcement) bool {
-	if old.request != a.Request || old.seal != a.Seal || old.epoch != a.ContentEpoch || old.final {
+	if old.request != a.Request || old.seal != a.Seal || old.epoch != a.ContentEpoch || old.final && !a.Final {
 		return true
 	}
 	if len(a.Refs) == 0 { // too many to be gossiped
 		return false
 	}
 	refs, _ := old.streams()
-	_, _, shrunk := shrinks(fromWire(refs, nil), fromWire(a.Refs, nil))
-	return shrunk
+	if len(refs) == 0 { // they were
+		return false
+	}
+	_, _, departed := departs(fromWire(refs, nil), fromWire(a.Refs, nil), old.final)
+	return departed
 }
 
 // makeRoom says whether an entry more of v may be kept. The owner with the most
@@ -329,9 +333,7 @@ func (b *Board) insert(now time.Time, e *entry) {
 	if at < e.expires {
 		heap.Push(&b.due, e)
 	}
-	if e.hasTable {
-		b.keepTable(e)
-	}
+	b.keepTable(e)
 	if e.visible(at) {
 		b.watches.wake(e.request)
 	}
@@ -349,14 +351,17 @@ func (b *Board) remove(e *entry) {
 	if e.due >= 0 {
 		heap.Remove(&b.due, int(e.due))
 	}
-	if e.hasTable {
+	if e.pages > 0 {
 		b.tables.take(e)
 	}
 }
 
 // keepTable counts the pages of e, and gives up the oldest tables if they are
-// too many.
+// too many. A table without pages costs nothing, and stays.
 func (b *Board) keepTable(e *entry) {
+	if e.pages == 0 {
+		return
+	}
 	b.tables.put(e)
 	for b.tables.bytes > b.o.Tables {
 		oldest := b.tables.oldest

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 )
 
@@ -19,7 +20,7 @@ import (
 type said struct {
 	request id.Request
 	name    id.Sequence
-	tokens  int
+	entry   wire.Announcement
 }
 
 type lifeSequence struct {
@@ -42,9 +43,10 @@ type snapshot struct {
 // replica is a board and what its owner told it, as the test understood it.
 type replica struct {
 	board     *Board
-	heard     id.Incarnation        // the greatest
-	released  map[lifeSequence]bool // applied here
-	snapshots []snapshot            // asked for, on their way
+	heard     id.Incarnation               // the greatest
+	released  map[lifeSequence]bool        // applied here
+	newest    map[lifeSequence]id.Sequence // that was live here, by the publication's name
+	snapshots []snapshot                   // asked for, on their way
 }
 
 // schedule is one owner, which may restart, three boards, and a network that
@@ -52,6 +54,7 @@ type replica struct {
 type schedule struct {
 	t        testing.TB
 	r        *rand.Rand
+	tier     *rand.Rand // when what is published changes its state; nil: never
 	now      time.Time
 	life     id.Life
 	log      *Log
@@ -65,15 +68,18 @@ type schedule struct {
 	pushes   []push
 	small    bool // windows are small: what is refused may be asked for
 
-	deliveries, asked, synced int
+	deliveries, asked, synced, moved int
 }
 
-func newSchedule(t testing.TB, seed uint64) *schedule {
+func newSchedule(t testing.TB, seed uint64, tier bool) *schedule {
 	s := &schedule{
 		t: t, r: rand.New(rand.NewPCG(seed, 1)), now: t0,
 		life: id.Life{Node: "owner", Incarnation: 1}, next: 1,
 		open: make(map[manager.PublicationID]manager.Publication), deadline: make(map[manager.PublicationID]time.Time),
 		history: make(map[lifeSequence]said), small: seed%4 == 3,
+	}
+	if tier {
+		s.tier = rand.New(rand.NewPCG(seed, 2))
 	}
 	s.log = NewLog(LogOptions{Life: s.life, Words: 64})
 	for i := range 3 {
@@ -84,7 +90,9 @@ func newSchedule(t testing.TB, seed uint64) *schedule {
 		b := NewBoard(o)
 		b.Member(s.now, s.life, true)
 		b.Member(s.now, id.Life{Node: "asker", Incarnation: 1}, true)
-		s.replicas = append(s.replicas, &replica{board: b, heard: 1, released: make(map[lifeSequence]bool)})
+		s.replicas = append(s.replicas, &replica{
+			board: b, heard: 1, released: make(map[lifeSequence]bool), newest: make(map[lifeSequence]id.Sequence),
+		})
 	}
 	return s
 }
@@ -117,15 +125,28 @@ func (s *schedule) publish() {
 		s.publish()
 		return
 	}
-	hold := time.Duration(20+s.r.IntN(200)) * 10 * ms
+	s.announce(p, time.Duration(20+s.r.IntN(200))*10*ms)
+}
+
+func (s *schedule) announce(p manager.Publication, hold time.Duration) {
 	a, err := s.log.Announce(s.now, p, hold)
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	s.open[p.ID], s.deadline[p.ID] = p, s.now.Add(hold)
-	s.history[lifeSequence{s.life.Incarnation, a.Sequence}] = said{p.Request, a.Name.Sequence, p.Streams[0].Tokens}
+	s.history[lifeSequence{s.life.Incarnation, a.Sequence}] = said{p.Request, a.Name.Sequence, s.log.held[p.ID].entry}
 	s.flush()
 	s.pushes = append(s.pushes, push{s.life.Incarnation, a.Full, p.Request})
+}
+
+// move brings what is published into another state, and back onto other pages.
+func (s *schedule) move() {
+	if s.tier == nil || len(s.open) == 0 || s.tier.IntN(3) > 0 {
+		return
+	}
+	p := s.open[pick(s.tier, s.open)]
+	s.moved++
+	s.announce(in(after(p.Streams[0].State, s.tier), p, page.Index(s.moved)), s.deadline[p.ID].Sub(s.now))
 }
 
 // pick is random, and the same for the same seed.
@@ -271,8 +292,21 @@ func (s *schedule) check(r *replica) {
 			s.t.Fatalf("I3: %d of incarnation %d was released and is back", q, v.incarnation)
 		}
 		was, ok := s.history[lifeSequence{v.incarnation, q}]
-		if !ok || was.request.Hash() != e.request || was.name != e.name || was.tokens != e.tokens() {
+		if !ok || was.request.Hash() != e.request {
 			s.t.Fatalf("sequence %d of incarnation %d was never like this: %+v, want %+v", q, v.incarnation, e, was)
+		}
+		if why := e.differs(&was.entry); why != "" {
+			s.t.Fatalf("incarnation %d: %s", v.incarnation, why)
+		}
+		name := lifeSequence{v.incarnation, e.name}
+		if q < r.newest[name] {
+			s.t.Fatalf("publication %d of incarnation %d went back from sequence %d to %d", e.name, v.incarnation, r.newest[name], q)
+		}
+		r.newest[name] = q
+	}
+	for name := range r.newest {
+		if _, ended := v.ended[name.sequence]; name.incarnation != v.incarnation || !ended && v.named(name.sequence) == nil {
+			delete(r.newest, name) // there was no room to remember it, or it is under the floor
 		}
 	}
 	for name, h := range s.log.names {
@@ -357,6 +391,7 @@ func (s *schedule) step() {
 			s.check(r)
 		}
 	}
+	s.move()
 	for range 3 { // anything said, any time, to anybody: loss, repetition, disorder, replay
 		if len(s.bag) > 0 {
 			s.deliver(s.replicas[s.r.IntN(len(s.replicas))], s.bag[s.r.IntN(len(s.bag))])
@@ -410,22 +445,26 @@ func (s *schedule) settle() {
 	}
 }
 
-// converged is I5.
+// converged is I5: each of them, and in the owner's newest state.
 func (s *schedule) converged(r *replica) {
 	v := r.board.views[s.life.Node.Hash()]
-	want := make(map[id.Sequence]bool)
+	want := make(map[id.Sequence]*held)
 	for _, h := range s.log.held {
 		if len(h.steps) > 0 {
-			want[h.newest()] = true
+			want[h.newest()] = h
 		}
 	}
-	for q := range want {
-		if v.live[q] == nil {
+	for q, h := range want {
+		e := v.live[q]
+		if e == nil {
 			s.t.Fatalf("I5: %d is live at the owner and not here: floor %d max %d known %v, owner's %+v", q, v.floor, v.max, v.known.ranges, s.log.check())
+		}
+		if why := e.differs(&h.entry); why != "" {
+			s.t.Fatalf("I5: %s", why)
 		}
 	}
 	for q := range v.live {
-		if !want[q] {
+		if want[q] == nil {
 			s.t.Fatalf("I5: ghost %d: floor %d max %d known %v, owner's %+v", q, v.floor, v.max, v.known.ranges, s.log.check())
 		}
 	}
@@ -439,29 +478,29 @@ func (s *schedule) converged(r *replica) {
 // remembered; that the floor is; and that checkpoints are compared.
 func TestSchedules(t *testing.T) {
 	const least, most, short = 60, 400, 4 * time.Second
-	deliveries, asked, synced, seed := 0, 0, 0, uint64(0)
-	run := func(seed uint64) {
-		t.Run(fmt.Sprint(seed), func(t *testing.T) {
-			s := newSchedule(t, seed)
+	deliveries, asked, synced, moved, seed := 0, 0, 0, 0, uint64(0)
+	run := func(name string, seed uint64, tier bool) {
+		t.Run(name, func(t *testing.T) {
+			s := newSchedule(t, seed, tier)
 			for range 120 {
 				s.step()
 			}
 			s.settle()
-			deliveries, asked, synced = deliveries+s.deliveries, asked+s.asked, synced+s.synced
+			deliveries, asked, synced, moved = deliveries+s.deliveries, asked+s.asked, synced+s.synced, moved+s.moved
 		})
 	}
-	for _, found := range []uint64{2775, 25331} { // each has found something once
-		run(found)
+	for _, found := range []uint64{2775, 25331} { // each has found something once, in schedules without a host tier
+		run(fmt.Sprint("found ", found), found, false)
 	}
 	start := time.Now()
 	for ; !t.Failed(); seed++ {
 		if took := time.Since(start); took >= *soak && (seed >= most || seed >= least && took >= short) {
 			break
 		}
-		run(seed)
+		run(fmt.Sprint(seed), seed, true)
 	}
-	t.Logf("%d schedules, %d deliveries, %d nacks and %d snapshots answered", seed, deliveries, asked, synced)
-	if asked == 0 || synced == 0 {
-		t.Error("the schedules repair nothing, so they test nothing")
+	t.Logf("%d schedules, %d deliveries, %d state changes, %d nacks and %d snapshots answered", seed, deliveries, moved, asked, synced)
+	if asked == 0 || synced == 0 || moved == 0 {
+		t.Error("the schedules repair nothing, or move nothing, so they test nothing")
 	}
 }

@@ -22,9 +22,9 @@ type view struct {
 	max   id.Sequence // the greatest that the owner has spoken of
 	known sequences   // all up to floor, and what was announced or released
 	live  map[id.Sequence]*entry
-	grown map[id.Sequence]*entry   // those of them that are not the first of their publication, by what names it
-	ended map[id.Sequence]struct{} // names above floor that have ended
-	sum   uint64                   // of Mix(sequence) over live
+	grown map[id.Sequence]*entry      // those of them that are not the first of their publication, by what names it
+	ended map[id.Sequence]id.Sequence // names above floor that have ended, and with which step
+	sum   uint64                      // of Mix(sequence) over live
 	// doubt is empty, unless this life was dropped and has come back: then, until
 	// Sync, it is what was known before. Gossip about it may be old; only the
 	// owner itself can make it live again.
@@ -67,7 +67,7 @@ func newView(now time.Time, hash id.NodeHash, i id.Incarnation, forgotten id.Seq
 		hash: hash, incarnation: i, since: now, settled: true, markAt: now,
 		live:  make(map[id.Sequence]*entry),
 		grown: make(map[id.Sequence]*entry),
-		ended: make(map[id.Sequence]struct{}),
+		ended: make(map[id.Sequence]id.Sequence),
 	}
 	v.know(1, forgotten)
 	v.doubt.add(1, forgotten)

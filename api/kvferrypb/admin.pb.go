@@ -71,7 +71,7 @@ func (x KeyringRequest_Operation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use KeyringRequest_Operation.Descriptor instead.
 func (KeyringRequest_Operation) EnumDescriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{26, 0}
+	return file_admin_proto_rawDescGZIP(), []int{30, 0}
 }
 
 type StatusRequest struct {
@@ -315,6 +315,8 @@ type PageCounts struct {
 	Quarantine    uint32                 `protobuf:"varint,5,opt,name=quarantine,proto3" json:"quarantine,omitempty"`
 	Sink          uint32                 `protobuf:"varint,6,opt,name=sink,proto3" json:"sink,omitempty"`
 	Published     uint32                 `protobuf:"varint,7,opt,name=published,proto3" json:"published,omitempty"`
+	HostTotal     uint32                 `protobuf:"varint,8,opt,name=host_total,json=hostTotal,proto3" json:"host_total,omitempty"` // pages of the host tier
+	HostFree      uint32                 `protobuf:"varint,9,opt,name=host_free,json=hostFree,proto3" json:"host_free,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -394,6 +396,20 @@ func (x *PageCounts) GetSink() uint32 {
 func (x *PageCounts) GetPublished() uint32 {
 	if x != nil {
 		return x.Published
+	}
+	return 0
+}
+
+func (x *PageCounts) GetHostTotal() uint32 {
+	if x != nil {
+		return x.HostTotal
+	}
+	return 0
+}
+
+func (x *PageCounts) GetHostFree() uint32 {
+	if x != nil {
+		return x.HostFree
 	}
 	return 0
 }
@@ -1530,6 +1546,262 @@ func (*RevokeResponse) Descriptor() ([]byte, []int) {
 	return file_admin_proto_rawDescGZIP(), []int{19}
 }
 
+type PageRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Page          uint32                 `protobuf:"varint,1,opt,name=page,proto3" json:"page,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageRequest) Reset() {
+	*x = PageRequest{}
+	mi := &file_admin_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageRequest) ProtoMessage() {}
+
+func (x *PageRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageRequest.ProtoReflect.Descriptor instead.
+func (*PageRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *PageRequest) GetPage() uint32 {
+	if x != nil {
+		return x.Page
+	}
+	return 0
+}
+
+type PageResponse struct {
+	state         protoimpl.MessageState      `protogen:"open.v1"`
+	Page          uint32                      `protobuf:"varint,1,opt,name=page,proto3" json:"page,omitempty"`
+	Place         string                      `protobuf:"bytes,2,opt,name=place,proto3" json:"place,omitempty"`     // free, owned, limbo, quarantine, or sink
+	Why           string                      `protobuf:"bytes,3,opt,name=why,proto3" json:"why,omitempty"`         // in one line
+	Request       string                      `protobuf:"bytes,4,opt,name=request,proto3" json:"request,omitempty"` // whose stream holds it
+	Label         string                      `protobuf:"bytes,5,opt,name=label,proto3" json:"label,omitempty"`
+	FirstToken    uint32                      `protobuf:"varint,6,opt,name=first_token,json=firstToken,proto3" json:"first_token,omitempty"` // of the stream
+	Tokens        uint32                      `protobuf:"varint,7,opt,name=tokens,proto3" json:"tokens,omitempty"`                           // that lie in it; the rest is reserve
+	Publications  []*PageResponse_Publication `protobuf:"bytes,8,rep,name=publications,proto3" json:"publications,omitempty"`
+	Step          uint64                      `protobuf:"varint,9,opt,name=step,proto3" json:"step,omitempty"`            // that has reserved it
+	Retrieval     uint64                      `protobuf:"varint,10,opt,name=retrieval,proto3" json:"retrieval,omitempty"` // that reads into it
+	Move          uint64                      `protobuf:"varint,11,opt,name=move,proto3" json:"move,omitempty"`           // to or from the host
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageResponse) Reset() {
+	*x = PageResponse{}
+	mi := &file_admin_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageResponse) ProtoMessage() {}
+
+func (x *PageResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageResponse.ProtoReflect.Descriptor instead.
+func (*PageResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *PageResponse) GetPage() uint32 {
+	if x != nil {
+		return x.Page
+	}
+	return 0
+}
+
+func (x *PageResponse) GetPlace() string {
+	if x != nil {
+		return x.Place
+	}
+	return ""
+}
+
+func (x *PageResponse) GetWhy() string {
+	if x != nil {
+		return x.Why
+	}
+	return ""
+}
+
+func (x *PageResponse) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+func (x *PageResponse) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *PageResponse) GetFirstToken() uint32 {
+	if x != nil {
+		return x.FirstToken
+	}
+	return 0
+}
+
+func (x *PageResponse) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *PageResponse) GetPublications() []*PageResponse_Publication {
+	if x != nil {
+		return x.Publications
+	}
+	return nil
+}
+
+func (x *PageResponse) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *PageResponse) GetRetrieval() uint64 {
+	if x != nil {
+		return x.Retrieval
+	}
+	return 0
+}
+
+func (x *PageResponse) GetMove() uint64 {
+	if x != nil {
+		return x.Move
+	}
+	return 0
+}
+
+type AdminOffloadRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"` // "": the one that the node would choose
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdminOffloadRequest) Reset() {
+	*x = AdminOffloadRequest{}
+	mi := &file_admin_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdminOffloadRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdminOffloadRequest) ProtoMessage() {}
+
+func (x *AdminOffloadRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdminOffloadRequest.ProtoReflect.Descriptor instead.
+func (*AdminOffloadRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *AdminOffloadRequest) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+type AdminReloadRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdminReloadRequest) Reset() {
+	*x = AdminReloadRequest{}
+	mi := &file_admin_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdminReloadRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdminReloadRequest) ProtoMessage() {}
+
+func (x *AdminReloadRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdminReloadRequest.ProtoReflect.Descriptor instead.
+func (*AdminReloadRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *AdminReloadRequest) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
 type DrainRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Timeout       *durationpb.Duration   `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"` // 0: timers.drain
@@ -1539,7 +1811,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_admin_proto_msgTypes[20]
+	mi := &file_admin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1823,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[20]
+	mi := &file_admin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1836,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{20}
+	return file_admin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *DrainRequest) GetTimeout() *durationpb.Duration {
@@ -1588,7 +1860,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_admin_proto_msgTypes[21]
+	mi := &file_admin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1600,7 +1872,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[21]
+	mi := &file_admin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1613,7 +1885,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{21}
+	return file_admin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *DrainResponse) GetLeft() bool {
@@ -1666,7 +1938,7 @@ type LeaveRequest struct {
 
 func (x *LeaveRequest) Reset() {
 	*x = LeaveRequest{}
-	mi := &file_admin_proto_msgTypes[22]
+	mi := &file_admin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +1950,7 @@ func (x *LeaveRequest) String() string {
 func (*LeaveRequest) ProtoMessage() {}
 
 func (x *LeaveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[22]
+	mi := &file_admin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +1963,7 @@ func (x *LeaveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaveRequest.ProtoReflect.Descriptor instead.
 func (*LeaveRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{22}
+	return file_admin_proto_rawDescGZIP(), []int{26}
 }
 
 type LeaveResponse struct {
@@ -1702,7 +1974,7 @@ type LeaveResponse struct {
 
 func (x *LeaveResponse) Reset() {
 	*x = LeaveResponse{}
-	mi := &file_admin_proto_msgTypes[23]
+	mi := &file_admin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1714,7 +1986,7 @@ func (x *LeaveResponse) String() string {
 func (*LeaveResponse) ProtoMessage() {}
 
 func (x *LeaveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[23]
+	mi := &file_admin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1727,7 +1999,7 @@ func (x *LeaveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaveResponse.ProtoReflect.Descriptor instead.
 func (*LeaveResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{23}
+	return file_admin_proto_rawDescGZIP(), []int{27}
 }
 
 type JoinRequest struct {
@@ -1739,7 +2011,7 @@ type JoinRequest struct {
 
 func (x *JoinRequest) Reset() {
 	*x = JoinRequest{}
-	mi := &file_admin_proto_msgTypes[24]
+	mi := &file_admin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1751,7 +2023,7 @@ func (x *JoinRequest) String() string {
 func (*JoinRequest) ProtoMessage() {}
 
 func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[24]
+	mi := &file_admin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1764,7 +2036,7 @@ func (x *JoinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
 func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{24}
+	return file_admin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *JoinRequest) GetSeeds() []string {
@@ -1783,7 +2055,7 @@ type JoinResponse struct {
 
 func (x *JoinResponse) Reset() {
 	*x = JoinResponse{}
-	mi := &file_admin_proto_msgTypes[25]
+	mi := &file_admin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +2067,7 @@ func (x *JoinResponse) String() string {
 func (*JoinResponse) ProtoMessage() {}
 
 func (x *JoinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[25]
+	mi := &file_admin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +2080,7 @@ func (x *JoinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
 func (*JoinResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{25}
+	return file_admin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *JoinResponse) GetMembers() uint32 {
@@ -1832,7 +2104,7 @@ type KeyringRequest struct {
 
 func (x *KeyringRequest) Reset() {
 	*x = KeyringRequest{}
-	mi := &file_admin_proto_msgTypes[26]
+	mi := &file_admin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1844,7 +2116,7 @@ func (x *KeyringRequest) String() string {
 func (*KeyringRequest) ProtoMessage() {}
 
 func (x *KeyringRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[26]
+	mi := &file_admin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1857,7 +2129,7 @@ func (x *KeyringRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringRequest.ProtoReflect.Descriptor instead.
 func (*KeyringRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{26}
+	return file_admin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *KeyringRequest) GetOperation() KeyringRequest_Operation {
@@ -1899,7 +2171,7 @@ type KeyringResponse struct {
 
 func (x *KeyringResponse) Reset() {
 	*x = KeyringResponse{}
-	mi := &file_admin_proto_msgTypes[27]
+	mi := &file_admin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1911,7 +2183,7 @@ func (x *KeyringResponse) String() string {
 func (*KeyringResponse) ProtoMessage() {}
 
 func (x *KeyringResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[27]
+	mi := &file_admin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1924,7 +2196,7 @@ func (x *KeyringResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringResponse.ProtoReflect.Descriptor instead.
 func (*KeyringResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{27}
+	return file_admin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *KeyringResponse) GetKeys() []*KeyringResponse_Key {
@@ -1956,7 +2228,7 @@ type ConfigurationRequest struct {
 
 func (x *ConfigurationRequest) Reset() {
 	*x = ConfigurationRequest{}
-	mi := &file_admin_proto_msgTypes[28]
+	mi := &file_admin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1968,7 +2240,7 @@ func (x *ConfigurationRequest) String() string {
 func (*ConfigurationRequest) ProtoMessage() {}
 
 func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[28]
+	mi := &file_admin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1981,7 +2253,7 @@ func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationRequest.ProtoReflect.Descriptor instead.
 func (*ConfigurationRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{28}
+	return file_admin_proto_rawDescGZIP(), []int{32}
 }
 
 type ConfigurationResponse struct {
@@ -1993,7 +2265,7 @@ type ConfigurationResponse struct {
 
 func (x *ConfigurationResponse) Reset() {
 	*x = ConfigurationResponse{}
-	mi := &file_admin_proto_msgTypes[29]
+	mi := &file_admin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2005,7 +2277,7 @@ func (x *ConfigurationResponse) String() string {
 func (*ConfigurationResponse) ProtoMessage() {}
 
 func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[29]
+	mi := &file_admin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2018,7 +2290,7 @@ func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationResponse.ProtoReflect.Descriptor instead.
 func (*ConfigurationResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{29}
+	return file_admin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ConfigurationResponse) GetYaml() string {
@@ -2038,7 +2310,7 @@ type StatusResponse_Address struct {
 
 func (x *StatusResponse_Address) Reset() {
 	*x = StatusResponse_Address{}
-	mi := &file_admin_proto_msgTypes[30]
+	mi := &file_admin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2050,7 +2322,7 @@ func (x *StatusResponse_Address) String() string {
 func (*StatusResponse_Address) ProtoMessage() {}
 
 func (x *StatusResponse_Address) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[30]
+	mi := &file_admin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2085,15 +2357,17 @@ type ArenaResponse_Stream struct {
 	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
 	Label         string                 `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
 	Tokens        uint32                 `protobuf:"varint,3,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	Pages         uint32                 `protobuf:"varint,4,opt,name=pages,proto3" json:"pages,omitempty"`
+	Pages         uint32                 `protobuf:"varint,4,opt,name=pages,proto3" json:"pages,omitempty"` // on the device
 	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"`
+	Released      uint32                 `protobuf:"varint,6,opt,name=released,proto3" json:"released,omitempty"` // tokens that retention has let go
+	HostPages     uint32                 `protobuf:"varint,7,opt,name=host_pages,json=hostPages,proto3" json:"host_pages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ArenaResponse_Stream) Reset() {
 	*x = ArenaResponse_Stream{}
-	mi := &file_admin_proto_msgTypes[31]
+	mi := &file_admin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2105,7 +2379,7 @@ func (x *ArenaResponse_Stream) String() string {
 func (*ArenaResponse_Stream) ProtoMessage() {}
 
 func (x *ArenaResponse_Stream) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[31]
+	mi := &file_admin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2156,6 +2430,20 @@ func (x *ArenaResponse_Stream) GetState() string {
 	return ""
 }
 
+func (x *ArenaResponse_Stream) GetReleased() uint32 {
+	if x != nil {
+		return x.Released
+	}
+	return 0
+}
+
+func (x *ArenaResponse_Stream) GetHostPages() uint32 {
+	if x != nil {
+		return x.HostPages
+	}
+	return 0
+}
+
 type PeerItem_Refusal struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
@@ -2166,7 +2454,7 @@ type PeerItem_Refusal struct {
 
 func (x *PeerItem_Refusal) Reset() {
 	*x = PeerItem_Refusal{}
-	mi := &file_admin_proto_msgTypes[32]
+	mi := &file_admin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2178,7 +2466,7 @@ func (x *PeerItem_Refusal) String() string {
 func (*PeerItem_Refusal) ProtoMessage() {}
 
 func (x *PeerItem_Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[32]
+	mi := &file_admin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2208,6 +2496,99 @@ func (x *PeerItem_Refusal) GetReason() string {
 	return ""
 }
 
+// What names it or is at it.
+type PageResponse_Publication struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Reference     string                 `protobuf:"bytes,1,opt,name=reference,proto3" json:"reference,omitempty"`
+	Publication   uint64                 `protobuf:"varint,2,opt,name=publication,proto3" json:"publication,omitempty"`
+	Request       string                 `protobuf:"bytes,3,opt,name=request,proto3" json:"request,omitempty"`
+	Final         bool                   `protobuf:"varint,4,opt,name=final,proto3" json:"final,omitempty"`
+	Leases        uint32                 `protobuf:"varint,5,opt,name=leases,proto3" json:"leases,omitempty"`
+	Age           *durationpb.Duration   `protobuf:"bytes,6,opt,name=age,proto3" json:"age,omitempty"`
+	ExpiresIn     *durationpb.Duration   `protobuf:"bytes,7,opt,name=expires_in,json=expiresIn,proto3" json:"expires_in,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageResponse_Publication) Reset() {
+	*x = PageResponse_Publication{}
+	mi := &file_admin_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageResponse_Publication) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageResponse_Publication) ProtoMessage() {}
+
+func (x *PageResponse_Publication) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageResponse_Publication.ProtoReflect.Descriptor instead.
+func (*PageResponse_Publication) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{21, 0}
+}
+
+func (x *PageResponse_Publication) GetReference() string {
+	if x != nil {
+		return x.Reference
+	}
+	return ""
+}
+
+func (x *PageResponse_Publication) GetPublication() uint64 {
+	if x != nil {
+		return x.Publication
+	}
+	return 0
+}
+
+func (x *PageResponse_Publication) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+func (x *PageResponse_Publication) GetFinal() bool {
+	if x != nil {
+		return x.Final
+	}
+	return false
+}
+
+func (x *PageResponse_Publication) GetLeases() uint32 {
+	if x != nil {
+		return x.Leases
+	}
+	return 0
+}
+
+func (x *PageResponse_Publication) GetAge() *durationpb.Duration {
+	if x != nil {
+		return x.Age
+	}
+	return nil
+}
+
+func (x *PageResponse_Publication) GetExpiresIn() *durationpb.Duration {
+	if x != nil {
+		return x.ExpiresIn
+	}
+	return nil
+}
+
 // Cut is what had not ended by itself.
 type DrainResponse_Cut struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2220,7 +2601,7 @@ type DrainResponse_Cut struct {
 
 func (x *DrainResponse_Cut) Reset() {
 	*x = DrainResponse_Cut{}
-	mi := &file_admin_proto_msgTypes[33]
+	mi := &file_admin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2232,7 +2613,7 @@ func (x *DrainResponse_Cut) String() string {
 func (*DrainResponse_Cut) ProtoMessage() {}
 
 func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[33]
+	mi := &file_admin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2245,7 +2626,7 @@ func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse_Cut.ProtoReflect.Descriptor instead.
 func (*DrainResponse_Cut) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{21, 0}
+	return file_admin_proto_rawDescGZIP(), []int{25, 0}
 }
 
 func (x *DrainResponse_Cut) GetPublications() uint32 {
@@ -2279,7 +2660,7 @@ type KeyringResponse_Key struct {
 
 func (x *KeyringResponse_Key) Reset() {
 	*x = KeyringResponse_Key{}
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2291,7 +2672,7 @@ func (x *KeyringResponse_Key) String() string {
 func (*KeyringResponse_Key) ProtoMessage() {}
 
 func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2304,7 +2685,7 @@ func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringResponse_Key.ProtoReflect.Descriptor instead.
 func (*KeyringResponse_Key) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{27, 0}
+	return file_admin_proto_rawDescGZIP(), []int{31, 0}
 }
 
 func (x *KeyringResponse_Key) GetId() string {
@@ -2333,7 +2714,7 @@ type KeyringResponse_Member struct {
 
 func (x *KeyringResponse_Member) Reset() {
 	*x = KeyringResponse_Member{}
-	mi := &file_admin_proto_msgTypes[35]
+	mi := &file_admin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2345,7 +2726,7 @@ func (x *KeyringResponse_Member) String() string {
 func (*KeyringResponse_Member) ProtoMessage() {}
 
 func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[35]
+	mi := &file_admin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2358,7 +2739,7 @@ func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringResponse_Member.ProtoReflect.Descriptor instead.
 func (*KeyringResponse_Member) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{27, 1}
+	return file_admin_proto_rawDescGZIP(), []int{31, 1}
 }
 
 func (x *KeyringResponse_Member) GetNode() string {
@@ -2424,7 +2805,7 @@ const file_admin_proto_rawDesc = "" +
 	"\bsecurity\x18\x14 \x01(\tR\bsecurity\x1a7\n" +
 	"\aAddress\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xb4\x01\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xf0\x01\n" +
 	"\n" +
 	"PageCounts\x12\x14\n" +
 	"\x05total\x18\x01 \x01(\rR\x05total\x12\x12\n" +
@@ -2435,7 +2816,10 @@ const file_admin_proto_rawDesc = "" +
 	"quarantine\x18\x05 \x01(\rR\n" +
 	"quarantine\x12\x12\n" +
 	"\x04sink\x18\x06 \x01(\rR\x04sink\x12\x1c\n" +
-	"\tpublished\x18\a \x01(\rR\tpublished\"\xe5\x01\n" +
+	"\tpublished\x18\a \x01(\rR\tpublished\x12\x1d\n" +
+	"\n" +
+	"host_total\x18\b \x01(\rR\thostTotal\x12\x1b\n" +
+	"\thost_free\x18\t \x01(\rR\bhostFree\"\xe5\x01\n" +
 	"\x0fTransportStatus\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1c\n" +
 	"\tavailable\x18\x02 \x01(\bR\tavailable\x12\x16\n" +
@@ -2501,19 +2885,22 @@ const file_admin_proto_rawDesc = "" +
 	"\x12RetrievalsResponse\x12/\n" +
 	"\x05items\x18\x01 \x03(\v2\x19.kvferry.v1.RetrievalItemR\x05items\"$\n" +
 	"\fArenaRequest\x12\x14\n" +
-	"\x05limit\x18\x01 \x01(\rR\x05limit\"\xe1\x02\n" +
+	"\x05limit\x18\x01 \x01(\rR\x05limit\"\x9d\x03\n" +
 	"\rArenaResponse\x12,\n" +
 	"\x05pages\x18\x01 \x01(\v2\x16.kvferry.v1.PageCountsR\x05pages\x120\n" +
 	"\bgeometry\x18\x02 \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x12$\n" +
 	"\x0ebytes_per_rank\x18\x03 \x01(\x04R\fbytesPerRank\x12\x14\n" +
 	"\x05ranks\x18\x04 \x03(\rR\x05ranks\x126\n" +
-	"\x05items\x18\x05 \x03(\v2 .kvferry.v1.ArenaResponse.StreamR\x05items\x1a|\n" +
+	"\x05items\x18\x05 \x03(\v2 .kvferry.v1.ArenaResponse.StreamR\x05items\x1a\xb7\x01\n" +
 	"\x06Stream\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x14\n" +
 	"\x05label\x18\x02 \x01(\tR\x05label\x12\x16\n" +
 	"\x06tokens\x18\x03 \x01(\rR\x06tokens\x12\x14\n" +
 	"\x05pages\x18\x04 \x01(\rR\x05pages\x12\x14\n" +
-	"\x05state\x18\x05 \x01(\tR\x05state\"\x0e\n" +
+	"\x05state\x18\x05 \x01(\tR\x05state\x12\x1a\n" +
+	"\breleased\x18\x06 \x01(\rR\breleased\x12\x1d\n" +
+	"\n" +
+	"host_pages\x18\a \x01(\rR\thostPages\"\x0e\n" +
 	"\fPeersRequest\"\xd8\x02\n" +
 	"\bPeerItem\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
@@ -2532,7 +2919,36 @@ const file_admin_proto_rawDesc = "" +
 	"\x05items\x18\x01 \x03(\v2\x14.kvferry.v1.PeerItemR\x05items\"1\n" +
 	"\rRevokeRequest\x12 \n" +
 	"\vpublication\x18\x01 \x01(\x04R\vpublication\"\x10\n" +
-	"\x0eRevokeResponse\"C\n" +
+	"\x0eRevokeResponse\"!\n" +
+	"\vPageRequest\x12\x12\n" +
+	"\x04page\x18\x01 \x01(\rR\x04page\"\xc2\x04\n" +
+	"\fPageResponse\x12\x12\n" +
+	"\x04page\x18\x01 \x01(\rR\x04page\x12\x14\n" +
+	"\x05place\x18\x02 \x01(\tR\x05place\x12\x10\n" +
+	"\x03why\x18\x03 \x01(\tR\x03why\x12\x18\n" +
+	"\arequest\x18\x04 \x01(\tR\arequest\x12\x14\n" +
+	"\x05label\x18\x05 \x01(\tR\x05label\x12\x1f\n" +
+	"\vfirst_token\x18\x06 \x01(\rR\n" +
+	"firstToken\x12\x16\n" +
+	"\x06tokens\x18\a \x01(\rR\x06tokens\x12H\n" +
+	"\fpublications\x18\b \x03(\v2$.kvferry.v1.PageResponse.PublicationR\fpublications\x12\x12\n" +
+	"\x04step\x18\t \x01(\x04R\x04step\x12\x1c\n" +
+	"\tretrieval\x18\n" +
+	" \x01(\x04R\tretrieval\x12\x12\n" +
+	"\x04move\x18\v \x01(\x04R\x04move\x1a\xfc\x01\n" +
+	"\vPublication\x12\x1c\n" +
+	"\treference\x18\x01 \x01(\tR\treference\x12 \n" +
+	"\vpublication\x18\x02 \x01(\x04R\vpublication\x12\x18\n" +
+	"\arequest\x18\x03 \x01(\tR\arequest\x12\x14\n" +
+	"\x05final\x18\x04 \x01(\bR\x05final\x12\x16\n" +
+	"\x06leases\x18\x05 \x01(\rR\x06leases\x12+\n" +
+	"\x03age\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x03age\x128\n" +
+	"\n" +
+	"expires_in\x18\a \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"/\n" +
+	"\x13AdminOffloadRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\".\n" +
+	"\x12AdminReloadRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\"C\n" +
 	"\fDrainRequest\x123\n" +
 	"\atimeout\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\xcc\x02\n" +
 	"\rDrainResponse\x12\x12\n" +
@@ -2585,7 +3001,7 @@ const file_admin_proto_rawDesc = "" +
 	"\x05error\x18\x04 \x01(\tR\x05error\"\x16\n" +
 	"\x14ConfigurationRequest\"+\n" +
 	"\x15ConfigurationResponse\x12\x12\n" +
-	"\x04yaml\x18\x01 \x01(\tR\x04yaml2\xbc\x06\n" +
+	"\x04yaml\x18\x01 \x01(\tR\x04yaml2\x86\b\n" +
 	"\x05Admin\x12?\n" +
 	"\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12B\n" +
 	"\aMembers\x12\x1a.kvferry.v1.MembersRequest\x1a\x1b.kvferry.v1.MembersResponse\x12Q\n" +
@@ -2594,7 +3010,10 @@ const file_admin_proto_rawDesc = "" +
 	"Retrievals\x12\x1d.kvferry.v1.RetrievalsRequest\x1a\x1e.kvferry.v1.RetrievalsResponse\x12<\n" +
 	"\x05Arena\x12\x18.kvferry.v1.ArenaRequest\x1a\x19.kvferry.v1.ArenaResponse\x12<\n" +
 	"\x05Peers\x12\x18.kvferry.v1.PeersRequest\x1a\x19.kvferry.v1.PeersResponse\x12?\n" +
-	"\x06Revoke\x12\x19.kvferry.v1.RevokeRequest\x1a\x1a.kvferry.v1.RevokeResponse\x12>\n" +
+	"\x06Revoke\x12\x19.kvferry.v1.RevokeRequest\x1a\x1a.kvferry.v1.RevokeResponse\x129\n" +
+	"\x04Page\x12\x17.kvferry.v1.PageRequest\x1a\x18.kvferry.v1.PageResponse\x12G\n" +
+	"\aOffload\x12\x1f.kvferry.v1.AdminOffloadRequest\x1a\x1b.kvferry.v1.OffloadResponse\x12D\n" +
+	"\x06Reload\x12\x1e.kvferry.v1.AdminReloadRequest\x1a\x1a.kvferry.v1.ReloadResponse\x12>\n" +
 	"\x05Drain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse0\x01\x12<\n" +
 	"\x05Leave\x12\x18.kvferry.v1.LeaveRequest\x1a\x19.kvferry.v1.LeaveResponse\x129\n" +
 	"\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse\x12B\n" +
@@ -2614,101 +3033,117 @@ func file_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_admin_proto_goTypes = []any{
-	(KeyringRequest_Operation)(0),  // 0: kvferry.v1.KeyringRequest.Operation
-	(*StatusRequest)(nil),          // 1: kvferry.v1.StatusRequest
-	(*StatusResponse)(nil),         // 2: kvferry.v1.StatusResponse
-	(*PageCounts)(nil),             // 3: kvferry.v1.PageCounts
-	(*TransportStatus)(nil),        // 4: kvferry.v1.TransportStatus
-	(*MembersRequest)(nil),         // 5: kvferry.v1.MembersRequest
-	(*Member)(nil),                 // 6: kvferry.v1.Member
-	(*MembersResponse)(nil),        // 7: kvferry.v1.MembersResponse
-	(*PublicationsRequest)(nil),    // 8: kvferry.v1.PublicationsRequest
-	(*PublicationItem)(nil),        // 9: kvferry.v1.PublicationItem
-	(*PublicationsResponse)(nil),   // 10: kvferry.v1.PublicationsResponse
-	(*RetrievalsRequest)(nil),      // 11: kvferry.v1.RetrievalsRequest
-	(*RetrievalItem)(nil),          // 12: kvferry.v1.RetrievalItem
-	(*RetrievalsResponse)(nil),     // 13: kvferry.v1.RetrievalsResponse
-	(*ArenaRequest)(nil),           // 14: kvferry.v1.ArenaRequest
-	(*ArenaResponse)(nil),          // 15: kvferry.v1.ArenaResponse
-	(*PeersRequest)(nil),           // 16: kvferry.v1.PeersRequest
-	(*PeerItem)(nil),               // 17: kvferry.v1.PeerItem
-	(*PeersResponse)(nil),          // 18: kvferry.v1.PeersResponse
-	(*RevokeRequest)(nil),          // 19: kvferry.v1.RevokeRequest
-	(*RevokeResponse)(nil),         // 20: kvferry.v1.RevokeResponse
-	(*DrainRequest)(nil),           // 21: kvferry.v1.DrainRequest
-	(*DrainResponse)(nil),          // 22: kvferry.v1.DrainResponse
-	(*LeaveRequest)(nil),           // 23: kvferry.v1.LeaveRequest
-	(*LeaveResponse)(nil),          // 24: kvferry.v1.LeaveResponse
-	(*JoinRequest)(nil),            // 25: kvferry.v1.JoinRequest
-	(*JoinResponse)(nil),           // 26: kvferry.v1.JoinResponse
-	(*KeyringRequest)(nil),         // 27: kvferry.v1.KeyringRequest
-	(*KeyringResponse)(nil),        // 28: kvferry.v1.KeyringResponse
-	(*ConfigurationRequest)(nil),   // 29: kvferry.v1.ConfigurationRequest
-	(*ConfigurationResponse)(nil),  // 30: kvferry.v1.ConfigurationResponse
-	(*StatusResponse_Address)(nil), // 31: kvferry.v1.StatusResponse.Address
-	(*ArenaResponse_Stream)(nil),   // 32: kvferry.v1.ArenaResponse.Stream
-	(*PeerItem_Refusal)(nil),       // 33: kvferry.v1.PeerItem.Refusal
-	(*DrainResponse_Cut)(nil),      // 34: kvferry.v1.DrainResponse.Cut
-	(*KeyringResponse_Key)(nil),    // 35: kvferry.v1.KeyringResponse.Key
-	(*KeyringResponse_Member)(nil), // 36: kvferry.v1.KeyringResponse.Member
-	(*durationpb.Duration)(nil),    // 37: google.protobuf.Duration
-	(*Geometry)(nil),               // 38: kvferry.v1.Geometry
+	(KeyringRequest_Operation)(0),    // 0: kvferry.v1.KeyringRequest.Operation
+	(*StatusRequest)(nil),            // 1: kvferry.v1.StatusRequest
+	(*StatusResponse)(nil),           // 2: kvferry.v1.StatusResponse
+	(*PageCounts)(nil),               // 3: kvferry.v1.PageCounts
+	(*TransportStatus)(nil),          // 4: kvferry.v1.TransportStatus
+	(*MembersRequest)(nil),           // 5: kvferry.v1.MembersRequest
+	(*Member)(nil),                   // 6: kvferry.v1.Member
+	(*MembersResponse)(nil),          // 7: kvferry.v1.MembersResponse
+	(*PublicationsRequest)(nil),      // 8: kvferry.v1.PublicationsRequest
+	(*PublicationItem)(nil),          // 9: kvferry.v1.PublicationItem
+	(*PublicationsResponse)(nil),     // 10: kvferry.v1.PublicationsResponse
+	(*RetrievalsRequest)(nil),        // 11: kvferry.v1.RetrievalsRequest
+	(*RetrievalItem)(nil),            // 12: kvferry.v1.RetrievalItem
+	(*RetrievalsResponse)(nil),       // 13: kvferry.v1.RetrievalsResponse
+	(*ArenaRequest)(nil),             // 14: kvferry.v1.ArenaRequest
+	(*ArenaResponse)(nil),            // 15: kvferry.v1.ArenaResponse
+	(*PeersRequest)(nil),             // 16: kvferry.v1.PeersRequest
+	(*PeerItem)(nil),                 // 17: kvferry.v1.PeerItem
+	(*PeersResponse)(nil),            // 18: kvferry.v1.PeersResponse
+	(*RevokeRequest)(nil),            // 19: kvferry.v1.RevokeRequest
+	(*RevokeResponse)(nil),           // 20: kvferry.v1.RevokeResponse
+	(*PageRequest)(nil),              // 21: kvferry.v1.PageRequest
+	(*PageResponse)(nil),             // 22: kvferry.v1.PageResponse
+	(*AdminOffloadRequest)(nil),      // 23: kvferry.v1.AdminOffloadRequest
+	(*AdminReloadRequest)(nil),       // 24: kvferry.v1.AdminReloadRequest
+	(*DrainRequest)(nil),             // 25: kvferry.v1.DrainRequest
+	(*DrainResponse)(nil),            // 26: kvferry.v1.DrainResponse
+	(*LeaveRequest)(nil),             // 27: kvferry.v1.LeaveRequest
+	(*LeaveResponse)(nil),            // 28: kvferry.v1.LeaveResponse
+	(*JoinRequest)(nil),              // 29: kvferry.v1.JoinRequest
+	(*JoinResponse)(nil),             // 30: kvferry.v1.JoinResponse
+	(*KeyringRequest)(nil),           // 31: kvferry.v1.KeyringRequest
+	(*KeyringResponse)(nil),          // 32: kvferry.v1.KeyringResponse
+	(*ConfigurationRequest)(nil),     // 33: kvferry.v1.ConfigurationRequest
+	(*ConfigurationResponse)(nil),    // 34: kvferry.v1.ConfigurationResponse
+	(*StatusResponse_Address)(nil),   // 35: kvferry.v1.StatusResponse.Address
+	(*ArenaResponse_Stream)(nil),     // 36: kvferry.v1.ArenaResponse.Stream
+	(*PeerItem_Refusal)(nil),         // 37: kvferry.v1.PeerItem.Refusal
+	(*PageResponse_Publication)(nil), // 38: kvferry.v1.PageResponse.Publication
+	(*DrainResponse_Cut)(nil),        // 39: kvferry.v1.DrainResponse.Cut
+	(*KeyringResponse_Key)(nil),      // 40: kvferry.v1.KeyringResponse.Key
+	(*KeyringResponse_Member)(nil),   // 41: kvferry.v1.KeyringResponse.Member
+	(*durationpb.Duration)(nil),      // 42: google.protobuf.Duration
+	(*Geometry)(nil),                 // 43: kvferry.v1.Geometry
+	(*OffloadResponse)(nil),          // 44: kvferry.v1.OffloadResponse
+	(*ReloadResponse)(nil),           // 45: kvferry.v1.ReloadResponse
 }
 var file_admin_proto_depIdxs = []int32{
-	37, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
-	38, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
-	31, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
+	42, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
+	43, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
+	35, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
 	3,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
 	4,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
 	6,  // 5: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
-	37, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
-	37, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
+	42, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
+	42, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
 	9,  // 8: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
-	37, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
+	42, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
 	12, // 10: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
 	3,  // 11: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
-	38, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
-	32, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
-	33, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
-	38, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
+	43, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
+	36, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
+	37, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
+	43, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
 	17, // 16: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
-	37, // 17: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	37, // 18: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
-	34, // 19: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
-	0,  // 20: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
-	35, // 21: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
-	36, // 22: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
-	1,  // 23: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	5,  // 24: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	8,  // 25: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	11, // 26: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	14, // 27: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	16, // 28: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	19, // 29: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	21, // 30: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
-	23, // 31: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
-	25, // 32: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
-	27, // 33: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
-	29, // 34: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
-	2,  // 35: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	7,  // 36: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	10, // 37: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	13, // 38: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	15, // 39: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	18, // 40: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	20, // 41: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	22, // 42: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
-	24, // 43: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
-	26, // 44: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
-	28, // 45: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
-	30, // 46: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
-	35, // [35:47] is the sub-list for method output_type
-	23, // [23:35] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	38, // 17: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
+	42, // 18: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	42, // 19: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
+	39, // 20: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
+	0,  // 21: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
+	40, // 22: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
+	41, // 23: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
+	42, // 24: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
+	42, // 25: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
+	1,  // 26: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	5,  // 27: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	8,  // 28: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	11, // 29: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	14, // 30: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	16, // 31: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	19, // 32: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	21, // 33: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
+	23, // 34: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
+	24, // 35: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
+	25, // 36: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	27, // 37: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	29, // 38: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	31, // 39: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	33, // 40: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	2,  // 41: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	7,  // 42: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	10, // 43: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	13, // 44: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	15, // 45: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	18, // 46: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	20, // 47: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	22, // 48: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
+	44, // 49: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
+	45, // 50: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
+	26, // 51: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	28, // 52: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	30, // 53: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	32, // 54: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	34, // 55: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	41, // [41:56] is the sub-list for method output_type
+	26, // [26:41] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -2723,7 +3158,7 @@ func file_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_admin_proto_rawDesc), len(file_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   36,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -26,6 +26,9 @@ const (
 	Admin_Arena_FullMethodName         = "/kvferry.v1.Admin/Arena"
 	Admin_Peers_FullMethodName         = "/kvferry.v1.Admin/Peers"
 	Admin_Revoke_FullMethodName        = "/kvferry.v1.Admin/Revoke"
+	Admin_Page_FullMethodName          = "/kvferry.v1.Admin/Page"
+	Admin_Offload_FullMethodName       = "/kvferry.v1.Admin/Offload"
+	Admin_Reload_FullMethodName        = "/kvferry.v1.Admin/Reload"
 	Admin_Drain_FullMethodName         = "/kvferry.v1.Admin/Drain"
 	Admin_Leave_FullMethodName         = "/kvferry.v1.Admin/Leave"
 	Admin_Join_FullMethodName          = "/kvferry.v1.Admin/Join"
@@ -46,6 +49,11 @@ type AdminClient interface {
 	Arena(ctx context.Context, in *ArenaRequest, opts ...grpc.CallOption) (*ArenaResponse, error)
 	Peers(ctx context.Context, in *PeersRequest, opts ...grpc.CallOption) (*PeersResponse, error)
 	Revoke(ctx context.Context, in *RevokeRequest, opts ...grpc.CallOption) (*RevokeResponse, error)
+	// Page says who holds a page of the arena, and why.
+	Page(ctx context.Context, in *PageRequest, opts ...grpc.CallOption) (*PageResponse, error)
+	// Offload and Reload do what the calls of engines do, for any request.
+	Offload(ctx context.Context, in *AdminOffloadRequest, opts ...grpc.CallOption) (*OffloadResponse, error)
+	Reload(ctx context.Context, in *AdminReloadRequest, opts ...grpc.CallOption) (*ReloadResponse, error)
 	// Drain refuses new work, lets what runs finish up to the bound, then leaves
 	// the cluster and ends the node. It tells how far it is; the last message has
 	// left set, and says what was cut. Nobody needs to listen: the node goes on
@@ -143,6 +151,36 @@ func (c *adminClient) Revoke(ctx context.Context, in *RevokeRequest, opts ...grp
 	return out, nil
 }
 
+func (c *adminClient) Page(ctx context.Context, in *PageRequest, opts ...grpc.CallOption) (*PageResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PageResponse)
+	err := c.cc.Invoke(ctx, Admin_Page_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Offload(ctx context.Context, in *AdminOffloadRequest, opts ...grpc.CallOption) (*OffloadResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(OffloadResponse)
+	err := c.cc.Invoke(ctx, Admin_Offload_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Reload(ctx context.Context, in *AdminReloadRequest, opts ...grpc.CallOption) (*ReloadResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReloadResponse)
+	err := c.cc.Invoke(ctx, Admin_Reload_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *adminClient) Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[DrainResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &Admin_ServiceDesc.Streams[0], Admin_Drain_FullMethodName, cOpts...)
@@ -215,6 +253,11 @@ type AdminServer interface {
 	Arena(context.Context, *ArenaRequest) (*ArenaResponse, error)
 	Peers(context.Context, *PeersRequest) (*PeersResponse, error)
 	Revoke(context.Context, *RevokeRequest) (*RevokeResponse, error)
+	// Page says who holds a page of the arena, and why.
+	Page(context.Context, *PageRequest) (*PageResponse, error)
+	// Offload and Reload do what the calls of engines do, for any request.
+	Offload(context.Context, *AdminOffloadRequest) (*OffloadResponse, error)
+	Reload(context.Context, *AdminReloadRequest) (*ReloadResponse, error)
 	// Drain refuses new work, lets what runs finish up to the bound, then leaves
 	// the cluster and ends the node. It tells how far it is; the last message has
 	// left set, and says what was cut. Nobody needs to listen: the node goes on
@@ -262,6 +305,15 @@ func (UnimplementedAdminServer) Peers(context.Context, *PeersRequest) (*PeersRes
 }
 func (UnimplementedAdminServer) Revoke(context.Context, *RevokeRequest) (*RevokeResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Revoke not implemented")
+}
+func (UnimplementedAdminServer) Page(context.Context, *PageRequest) (*PageResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Page not implemented")
+}
+func (UnimplementedAdminServer) Offload(context.Context, *AdminOffloadRequest) (*OffloadResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Offload not implemented")
+}
+func (UnimplementedAdminServer) Reload(context.Context, *AdminReloadRequest) (*ReloadResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Reload not implemented")
 }
 func (UnimplementedAdminServer) Drain(*DrainRequest, grpc.ServerStreamingServer[DrainResponse]) error {
 	return status.Error(codes.Unimplemented, "method Drain not implemented")
@@ -425,6 +477,60 @@ func _Admin_Revoke_Handler(srv interface{}, ctx context.Context, dec func(interf
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Admin_Page_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PageRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Page(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Page_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Page(ctx, req.(*PageRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Offload_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AdminOffloadRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Offload(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Offload_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Offload(ctx, req.(*AdminOffloadRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Reload_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AdminReloadRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Reload(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Reload_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Reload(ctx, req.(*AdminReloadRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Admin_Drain_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(DrainRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -542,6 +648,18 @@ var Admin_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Revoke",
 			Handler:    _Admin_Revoke_Handler,
+		},
+		{
+			MethodName: "Page",
+			Handler:    _Admin_Page_Handler,
+		},
+		{
+			MethodName: "Offload",
+			Handler:    _Admin_Offload_Handler,
+		},
+		{
+			MethodName: "Reload",
+			Handler:    _Admin_Reload_Handler,
 		},
 		{
 			MethodName: "Leave",

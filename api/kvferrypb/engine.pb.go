@@ -126,7 +126,7 @@ func (x Event_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Event_Kind.Descriptor instead.
 func (Event_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{36, 0}
+	return file_engine_proto_rawDescGZIP(), []int{53, 0}
 }
 
 type Failure_Code int32
@@ -153,6 +153,8 @@ const (
 	Failure_INTERNAL           Failure_Code = 18
 	Failure_REFUSED            Failure_Code = 19 // who calls is not who it says, or is not let in
 	Failure_BLOCKED            Failure_Code = 20 // other members stand in the way: the message names them
+	Failure_OFFLOADING         Failure_Code = 21 // tokens are on the host, or on the way: reload, or try again
+	Failure_UNEQUAL            Failure_Code = 22 // ranks of one engine differ
 )
 
 // Enum value maps for Failure_Code.
@@ -179,6 +181,8 @@ var (
 		18: "INTERNAL",
 		19: "REFUSED",
 		20: "BLOCKED",
+		21: "OFFLOADING",
+		22: "UNEQUAL",
 	}
 	Failure_Code_value = map[string]int32{
 		"UNSPECIFIED":        0,
@@ -202,6 +206,8 @@ var (
 		"INTERNAL":           18,
 		"REFUSED":            19,
 		"BLOCKED":            20,
+		"OFFLOADING":         21,
+		"UNEQUAL":            22,
 	}
 )
 
@@ -229,7 +235,7 @@ func (x Failure_Code) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Failure_Code.Descriptor instead.
 func (Failure_Code) EnumDescriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{37, 0}
+	return file_engine_proto_rawDescGZIP(), []int{54, 0}
 }
 
 // Geometry is what two nodes must agree on, and the page count of the arena.
@@ -719,9 +725,10 @@ type IngestRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Request string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
 	// Labels needed when nothing more special matches; absent: main.
-	Needed        *Labels                 `protobuf:"bytes,2,opt,name=needed,proto3" json:"needed,omitempty"`
-	ByNode        []*IngestRequest_ByNode `protobuf:"bytes,3,rep,name=by_node,json=byNode,proto3" json:"by_node,omitempty"`
-	ByWalk        []*IngestRequest_ByWalk `protobuf:"bytes,4,rep,name=by_walk,json=byWalk,proto3" json:"by_walk,omitempty"`
+	Needed        *Labels                    `protobuf:"bytes,2,opt,name=needed,proto3" json:"needed,omitempty"`
+	ByNode        []*IngestRequest_ByNode    `protobuf:"bytes,3,rep,name=by_node,json=byNode,proto3" json:"by_node,omitempty"`
+	ByWalk        []*IngestRequest_ByWalk    `protobuf:"bytes,4,rep,name=by_walk,json=byWalk,proto3" json:"by_walk,omitempty"`
+	Retention     []*IngestRequest_Retention `protobuf:"bytes,5,rep,name=retention,proto3" json:"retention,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -780,6 +787,13 @@ func (x *IngestRequest) GetByNode() []*IngestRequest_ByNode {
 func (x *IngestRequest) GetByWalk() []*IngestRequest_ByWalk {
 	if x != nil {
 		return x.ByWalk
+	}
+	return nil
+}
+
+func (x *IngestRequest) GetRetention() []*IngestRequest_Retention {
+	if x != nil {
+		return x.Retention
 	}
 	return nil
 }
@@ -1108,19 +1122,80 @@ func (x *Combined) GetLabel() string {
 	return ""
 }
 
-type AdmitRequest struct {
+// Fork makes one stream of a request a copy of another.
+type Fork struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Segments      []*Segment             `protobuf:"bytes,1,rep,name=segments,proto3" json:"segments,omitempty"`
-	Discard       bool                   `protobuf:"varint,2,opt,name=discard,proto3" json:"discard,omitempty"` // the step's tokens do not become part of the streams
-	Combined      []*Combined            `protobuf:"bytes,3,rep,name=combined,proto3" json:"combined,omitempty"`
-	Plan          bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"` // answer with the plan, too
+	From          string                 `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"` // "" is main
+	To            string                 `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Fork) Reset() {
+	*x = Fork{}
+	mi := &file_engine_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Fork) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Fork) ProtoMessage() {}
+
+func (x *Fork) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Fork.ProtoReflect.Descriptor instead.
+func (*Fork) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *Fork) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
+}
+
+func (x *Fork) GetTo() string {
+	if x != nil {
+		return x.To
+	}
+	return ""
+}
+
+type AdmitRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Segments []*Segment             `protobuf:"bytes,1,rep,name=segments,proto3" json:"segments,omitempty"`
+	Discard  bool                   `protobuf:"varint,2,opt,name=discard,proto3" json:"discard,omitempty"` // the step's tokens do not become part of the streams
+	Combined []*Combined            `protobuf:"bytes,3,rep,name=combined,proto3" json:"combined,omitempty"`
+	Plan     bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"` // answer with the plan, too
+	// Forks are made for every request of the step, in order: before its tokens
+	// are written, and after that.
+	PreForks  []*Fork `protobuf:"bytes,5,rep,name=pre_forks,json=preForks,proto3" json:"pre_forks,omitempty"`
+	PostForks []*Fork `protobuf:"bytes,6,rep,name=post_forks,json=postForks,proto3" json:"post_forks,omitempty"`
+	// The requests that forks are made for, padding included; absent: those of the segments.
+	Rows          *AdmitRequest_Rows  `protobuf:"bytes,7,opt,name=rows,proto3" json:"rows,omitempty"`
+	Walk          string              `protobuf:"bytes,8,opt,name=walk,proto3" json:"walk,omitempty"`
+	Lease         *AdmitRequest_Lease `protobuf:"bytes,9,opt,name=lease,proto3" json:"lease,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AdmitRequest) Reset() {
 	*x = AdmitRequest{}
-	mi := &file_engine_proto_msgTypes[16]
+	mi := &file_engine_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1132,7 +1207,7 @@ func (x *AdmitRequest) String() string {
 func (*AdmitRequest) ProtoMessage() {}
 
 func (x *AdmitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[16]
+	mi := &file_engine_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1145,7 +1220,7 @@ func (x *AdmitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRequest.ProtoReflect.Descriptor instead.
 func (*AdmitRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{16}
+	return file_engine_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AdmitRequest) GetSegments() []*Segment {
@@ -1176,6 +1251,41 @@ func (x *AdmitRequest) GetPlan() bool {
 	return false
 }
 
+func (x *AdmitRequest) GetPreForks() []*Fork {
+	if x != nil {
+		return x.PreForks
+	}
+	return nil
+}
+
+func (x *AdmitRequest) GetPostForks() []*Fork {
+	if x != nil {
+		return x.PostForks
+	}
+	return nil
+}
+
+func (x *AdmitRequest) GetRows() *AdmitRequest_Rows {
+	if x != nil {
+		return x.Rows
+	}
+	return nil
+}
+
+func (x *AdmitRequest) GetWalk() string {
+	if x != nil {
+		return x.Walk
+	}
+	return ""
+}
+
+func (x *AdmitRequest) GetLease() *AdmitRequest_Lease {
+	if x != nil {
+		return x.Lease
+	}
+	return nil
+}
+
 type AdmitResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          uint64                 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
@@ -1186,7 +1296,7 @@ type AdmitResponse struct {
 
 func (x *AdmitResponse) Reset() {
 	*x = AdmitResponse{}
-	mi := &file_engine_proto_msgTypes[17]
+	mi := &file_engine_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1308,7 @@ func (x *AdmitResponse) String() string {
 func (*AdmitResponse) ProtoMessage() {}
 
 func (x *AdmitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[17]
+	mi := &file_engine_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1321,7 @@ func (x *AdmitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitResponse.ProtoReflect.Descriptor instead.
 func (*AdmitResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{17}
+	return file_engine_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *AdmitResponse) GetStep() uint64 {
@@ -1228,6 +1338,78 @@ func (x *AdmitResponse) GetPlans() []*PlanOutput {
 	return nil
 }
 
+type UnstageRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnstageRequest) Reset() {
+	*x = UnstageRequest{}
+	mi := &file_engine_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnstageRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnstageRequest) ProtoMessage() {}
+
+func (x *UnstageRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnstageRequest.ProtoReflect.Descriptor instead.
+func (*UnstageRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{19}
+}
+
+type UnstageResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnstageResponse) Reset() {
+	*x = UnstageResponse{}
+	mi := &file_engine_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnstageResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnstageResponse) ProtoMessage() {}
+
+func (x *UnstageResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnstageResponse.ProtoReflect.Descriptor instead.
+func (*UnstageResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{20}
+}
+
 type PlanRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          uint64                 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
@@ -1237,7 +1419,7 @@ type PlanRequest struct {
 
 func (x *PlanRequest) Reset() {
 	*x = PlanRequest{}
-	mi := &file_engine_proto_msgTypes[18]
+	mi := &file_engine_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1249,7 +1431,7 @@ func (x *PlanRequest) String() string {
 func (*PlanRequest) ProtoMessage() {}
 
 func (x *PlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[18]
+	mi := &file_engine_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1262,7 +1444,7 @@ func (x *PlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanRequest.ProtoReflect.Descriptor instead.
 func (*PlanRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{18}
+	return file_engine_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PlanRequest) GetStep() uint64 {
@@ -1281,7 +1463,7 @@ type PlanResponse struct {
 
 func (x *PlanResponse) Reset() {
 	*x = PlanResponse{}
-	mi := &file_engine_proto_msgTypes[19]
+	mi := &file_engine_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1293,7 +1475,7 @@ func (x *PlanResponse) String() string {
 func (*PlanResponse) ProtoMessage() {}
 
 func (x *PlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[19]
+	mi := &file_engine_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1306,7 +1488,7 @@ func (x *PlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanResponse.ProtoReflect.Descriptor instead.
 func (*PlanResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{19}
+	return file_engine_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PlanResponse) GetPlans() []*PlanOutput {
@@ -1329,13 +1511,14 @@ type PlanOutput struct {
 	// Where each new token is written, in pack order.
 	TokenToPage   []uint32 `protobuf:"varint,7,rep,packed,name=token_to_page,json=tokenToPage,proto3" json:"token_to_page,omitempty"`
 	TokenToSlot   []uint32 `protobuf:"varint,8,rep,packed,name=token_to_slot,json=tokenToSlot,proto3" json:"token_to_slot,omitempty"`
+	TotalTokens   uint32   `protobuf:"varint,9,opt,name=total_tokens,json=totalTokens,proto3" json:"total_tokens,omitempty"` // of these, the rest is padding
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PlanOutput) Reset() {
 	*x = PlanOutput{}
-	mi := &file_engine_proto_msgTypes[20]
+	mi := &file_engine_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1347,7 +1530,7 @@ func (x *PlanOutput) String() string {
 func (*PlanOutput) ProtoMessage() {}
 
 func (x *PlanOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[20]
+	mi := &file_engine_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1360,7 +1543,7 @@ func (x *PlanOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanOutput.ProtoReflect.Descriptor instead.
 func (*PlanOutput) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{20}
+	return file_engine_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PlanOutput) GetLabel() string {
@@ -1419,22 +1602,33 @@ func (x *PlanOutput) GetTokenToSlot() []uint32 {
 	return nil
 }
 
+func (x *PlanOutput) GetTotalTokens() uint32 {
+	if x != nil {
+		return x.TotalTokens
+	}
+	return 0
+}
+
 // View is one stream as the step sees it. Its pages are
 // paged_kv_indices[paged_kv_indptr[i]:paged_kv_indptr[i+1]].
 type View struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
-	Label         string                 `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
-	Length        uint32                 `protobuf:"varint,3,opt,name=length,proto3" json:"length,omitempty"`
-	Compute       uint32                 `protobuf:"varint,4,opt,name=compute,proto3" json:"compute,omitempty"`
-	Generation    uint64                 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Request    string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	Label      string                 `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
+	Length     uint32                 `protobuf:"varint,3,opt,name=length,proto3" json:"length,omitempty"`
+	Compute    uint32                 `protobuf:"varint,4,opt,name=compute,proto3" json:"compute,omitempty"`
+	Generation uint64                 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Tokens that retention has let go, whole pages, behind the first prefix ones.
+	// The pages hold the others.
+	Released      uint32 `protobuf:"varint,6,opt,name=released,proto3" json:"released,omitempty"`
+	Prefix        uint32 `protobuf:"varint,7,opt,name=prefix,proto3" json:"prefix,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *View) Reset() {
 	*x = View{}
-	mi := &file_engine_proto_msgTypes[21]
+	mi := &file_engine_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1446,7 +1640,7 @@ func (x *View) String() string {
 func (*View) ProtoMessage() {}
 
 func (x *View) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[21]
+	mi := &file_engine_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1459,7 +1653,7 @@ func (x *View) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use View.ProtoReflect.Descriptor instead.
 func (*View) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{21}
+	return file_engine_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *View) GetRequest() string {
@@ -1497,6 +1691,20 @@ func (x *View) GetGeneration() uint64 {
 	return 0
 }
 
+func (x *View) GetReleased() uint32 {
+	if x != nil {
+		return x.Released
+	}
+	return 0
+}
+
+func (x *View) GetPrefix() uint32 {
+	if x != nil {
+		return x.Prefix
+	}
+	return 0
+}
+
 type CommitRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          uint64                 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
@@ -1507,7 +1715,7 @@ type CommitRequest struct {
 
 func (x *CommitRequest) Reset() {
 	*x = CommitRequest{}
-	mi := &file_engine_proto_msgTypes[22]
+	mi := &file_engine_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1519,7 +1727,7 @@ func (x *CommitRequest) String() string {
 func (*CommitRequest) ProtoMessage() {}
 
 func (x *CommitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[22]
+	mi := &file_engine_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1532,7 +1740,7 @@ func (x *CommitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitRequest.ProtoReflect.Descriptor instead.
 func (*CommitRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{22}
+	return file_engine_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CommitRequest) GetStep() uint64 {
@@ -1559,7 +1767,7 @@ type CommitResponse struct {
 
 func (x *CommitResponse) Reset() {
 	*x = CommitResponse{}
-	mi := &file_engine_proto_msgTypes[23]
+	mi := &file_engine_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1571,7 +1779,7 @@ func (x *CommitResponse) String() string {
 func (*CommitResponse) ProtoMessage() {}
 
 func (x *CommitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[23]
+	mi := &file_engine_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1584,7 +1792,7 @@ func (x *CommitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitResponse.ProtoReflect.Descriptor instead.
 func (*CommitResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{23}
+	return file_engine_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CommitResponse) GetMissing() []string {
@@ -1612,7 +1820,7 @@ type PublishResult struct {
 
 func (x *PublishResult) Reset() {
 	*x = PublishResult{}
-	mi := &file_engine_proto_msgTypes[24]
+	mi := &file_engine_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1624,7 +1832,7 @@ func (x *PublishResult) String() string {
 func (*PublishResult) ProtoMessage() {}
 
 func (x *PublishResult) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[24]
+	mi := &file_engine_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1637,7 +1845,7 @@ func (x *PublishResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishResult.ProtoReflect.Descriptor instead.
 func (*PublishResult) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{24}
+	return file_engine_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *PublishResult) GetResponse() *PublishResponse {
@@ -1663,7 +1871,7 @@ type AbortRequest struct {
 
 func (x *AbortRequest) Reset() {
 	*x = AbortRequest{}
-	mi := &file_engine_proto_msgTypes[25]
+	mi := &file_engine_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1675,7 +1883,7 @@ func (x *AbortRequest) String() string {
 func (*AbortRequest) ProtoMessage() {}
 
 func (x *AbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[25]
+	mi := &file_engine_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1688,7 +1896,7 @@ func (x *AbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{25}
+	return file_engine_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *AbortRequest) GetStep() uint64 {
@@ -1706,7 +1914,7 @@ type AbortResponse struct {
 
 func (x *AbortResponse) Reset() {
 	*x = AbortResponse{}
-	mi := &file_engine_proto_msgTypes[26]
+	mi := &file_engine_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1718,7 +1926,7 @@ func (x *AbortResponse) String() string {
 func (*AbortResponse) ProtoMessage() {}
 
 func (x *AbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[26]
+	mi := &file_engine_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1731,7 +1939,7 @@ func (x *AbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResponse.ProtoReflect.Descriptor instead.
 func (*AbortResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{26}
+	return file_engine_proto_rawDescGZIP(), []int{29}
 }
 
 type PublishRequest struct {
@@ -1747,7 +1955,7 @@ type PublishRequest struct {
 
 func (x *PublishRequest) Reset() {
 	*x = PublishRequest{}
-	mi := &file_engine_proto_msgTypes[27]
+	mi := &file_engine_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1759,7 +1967,7 @@ func (x *PublishRequest) String() string {
 func (*PublishRequest) ProtoMessage() {}
 
 func (x *PublishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[27]
+	mi := &file_engine_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1772,7 +1980,7 @@ func (x *PublishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishRequest.ProtoReflect.Descriptor instead.
 func (*PublishRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{27}
+	return file_engine_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PublishRequest) GetRequest() string {
@@ -1825,7 +2033,7 @@ type PublishResponse struct {
 
 func (x *PublishResponse) Reset() {
 	*x = PublishResponse{}
-	mi := &file_engine_proto_msgTypes[28]
+	mi := &file_engine_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1837,7 +2045,7 @@ func (x *PublishResponse) String() string {
 func (*PublishResponse) ProtoMessage() {}
 
 func (x *PublishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[28]
+	mi := &file_engine_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1850,7 +2058,7 @@ func (x *PublishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishResponse.ProtoReflect.Descriptor instead.
 func (*PublishResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{28}
+	return file_engine_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PublishResponse) GetReference() string {
@@ -1902,7 +2110,7 @@ type AdmitRetrieveRequest struct {
 
 func (x *AdmitRetrieveRequest) Reset() {
 	*x = AdmitRetrieveRequest{}
-	mi := &file_engine_proto_msgTypes[29]
+	mi := &file_engine_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1914,7 +2122,7 @@ func (x *AdmitRetrieveRequest) String() string {
 func (*AdmitRetrieveRequest) ProtoMessage() {}
 
 func (x *AdmitRetrieveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[29]
+	mi := &file_engine_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1927,7 +2135,7 @@ func (x *AdmitRetrieveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRetrieveRequest.ProtoReflect.Descriptor instead.
 func (*AdmitRetrieveRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{29}
+	return file_engine_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *AdmitRetrieveRequest) GetRequest() string {
@@ -1986,7 +2194,7 @@ type AdmitRetrieveResponse struct {
 
 func (x *AdmitRetrieveResponse) Reset() {
 	*x = AdmitRetrieveResponse{}
-	mi := &file_engine_proto_msgTypes[30]
+	mi := &file_engine_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1998,7 +2206,7 @@ func (x *AdmitRetrieveResponse) String() string {
 func (*AdmitRetrieveResponse) ProtoMessage() {}
 
 func (x *AdmitRetrieveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[30]
+	mi := &file_engine_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2011,7 +2219,7 @@ func (x *AdmitRetrieveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRetrieveResponse.ProtoReflect.Descriptor instead.
 func (*AdmitRetrieveResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{30}
+	return file_engine_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *AdmitRetrieveResponse) GetReadiness() Readiness {
@@ -2065,7 +2273,7 @@ type CancelRequest struct {
 
 func (x *CancelRequest) Reset() {
 	*x = CancelRequest{}
-	mi := &file_engine_proto_msgTypes[31]
+	mi := &file_engine_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2077,7 +2285,7 @@ func (x *CancelRequest) String() string {
 func (*CancelRequest) ProtoMessage() {}
 
 func (x *CancelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[31]
+	mi := &file_engine_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2090,7 +2298,7 @@ func (x *CancelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{31}
+	return file_engine_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *CancelRequest) GetRequest() string {
@@ -2108,7 +2316,7 @@ type CancelResponse struct {
 
 func (x *CancelResponse) Reset() {
 	*x = CancelResponse{}
-	mi := &file_engine_proto_msgTypes[32]
+	mi := &file_engine_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2120,7 +2328,7 @@ func (x *CancelResponse) String() string {
 func (*CancelResponse) ProtoMessage() {}
 
 func (x *CancelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[32]
+	mi := &file_engine_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2133,7 +2341,7 @@ func (x *CancelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResponse.ProtoReflect.Descriptor instead.
 func (*CancelResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{32}
+	return file_engine_proto_rawDescGZIP(), []int{35}
 }
 
 type ReleaseRequest struct {
@@ -2145,7 +2353,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_engine_proto_msgTypes[33]
+	mi := &file_engine_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2157,7 +2365,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[33]
+	mi := &file_engine_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2170,7 +2378,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{33}
+	return file_engine_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ReleaseRequest) GetReference() string {
@@ -2188,7 +2396,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_engine_proto_msgTypes[34]
+	mi := &file_engine_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2200,7 +2408,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[34]
+	mi := &file_engine_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2213,7 +2421,696 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{34}
+	return file_engine_proto_rawDescGZIP(), []int{37}
+}
+
+type OffloadRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OffloadRequest) Reset() {
+	*x = OffloadRequest{}
+	mi := &file_engine_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OffloadRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OffloadRequest) ProtoMessage() {}
+
+func (x *OffloadRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OffloadRequest.ProtoReflect.Descriptor instead.
+func (*OffloadRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *OffloadRequest) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+type OffloadResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Freed         uint32                 `protobuf:"varint,1,opt,name=freed,proto3" json:"freed,omitempty"` // device pages; 0: there was nothing to move
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OffloadResponse) Reset() {
+	*x = OffloadResponse{}
+	mi := &file_engine_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OffloadResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OffloadResponse) ProtoMessage() {}
+
+func (x *OffloadResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OffloadResponse.ProtoReflect.Descriptor instead.
+func (*OffloadResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *OffloadResponse) GetFreed() uint32 {
+	if x != nil {
+		return x.Freed
+	}
+	return 0
+}
+
+type ReloadRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReloadRequest) Reset() {
+	*x = ReloadRequest{}
+	mi := &file_engine_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReloadRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReloadRequest) ProtoMessage() {}
+
+func (x *ReloadRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReloadRequest.ProtoReflect.Descriptor instead.
+func (*ReloadRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *ReloadRequest) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+type ReloadResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pages         uint32                 `protobuf:"varint,1,opt,name=pages,proto3" json:"pages,omitempty"` // that were brought back; 0: nothing was on the host
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReloadResponse) Reset() {
+	*x = ReloadResponse{}
+	mi := &file_engine_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReloadResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReloadResponse) ProtoMessage() {}
+
+func (x *ReloadResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReloadResponse.ProtoReflect.Descriptor instead.
+func (*ReloadResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *ReloadResponse) GetPages() uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return 0
+}
+
+type IsOffloadedRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IsOffloadedRequest) Reset() {
+	*x = IsOffloadedRequest{}
+	mi := &file_engine_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IsOffloadedRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IsOffloadedRequest) ProtoMessage() {}
+
+func (x *IsOffloadedRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IsOffloadedRequest.ProtoReflect.Descriptor instead.
+func (*IsOffloadedRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *IsOffloadedRequest) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+type IsOffloadedResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Offloaded     bool                   `protobuf:"varint,1,opt,name=offloaded,proto3" json:"offloaded,omitempty"` // a stream is on the host, or on its way there or back
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IsOffloadedResponse) Reset() {
+	*x = IsOffloadedResponse{}
+	mi := &file_engine_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IsOffloadedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IsOffloadedResponse) ProtoMessage() {}
+
+func (x *IsOffloadedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IsOffloadedResponse.ProtoReflect.Descriptor instead.
+func (*IsOffloadedResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{43}
+}
+
+func (x *IsOffloadedResponse) GetOffloaded() bool {
+	if x != nil {
+		return x.Offloaded
+	}
+	return false
+}
+
+type ReclaimableRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReclaimableRequest) Reset() {
+	*x = ReclaimableRequest{}
+	mi := &file_engine_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReclaimableRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReclaimableRequest) ProtoMessage() {}
+
+func (x *ReclaimableRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReclaimableRequest.ProtoReflect.Descriptor instead.
+func (*ReclaimableRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{44}
+}
+
+func (x *ReclaimableRequest) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+type ReclaimableResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pages         uint32                 `protobuf:"varint,1,opt,name=pages,proto3" json:"pages,omitempty"` // that an offload could free
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReclaimableResponse) Reset() {
+	*x = ReclaimableResponse{}
+	mi := &file_engine_proto_msgTypes[45]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReclaimableResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReclaimableResponse) ProtoMessage() {}
+
+func (x *ReclaimableResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[45]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReclaimableResponse.ProtoReflect.Descriptor instead.
+func (*ReclaimableResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{45}
+}
+
+func (x *ReclaimableResponse) GetPages() uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return 0
+}
+
+type WriteKVRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Step  uint64                 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
+	Label string                 `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"` // of the plan; "" is main
+	Layer uint32                 `protobuf:"varint,3,opt,name=layer,proto3" json:"layer,omitempty"`
+	Rank  uint32                 `protobuf:"varint,4,opt,name=rank,proto3" json:"rank,omitempty"`
+	Dtype string                 `protobuf:"bytes,5,opt,name=dtype,proto3" json:"dtype,omitempty"` // of k and v; converted to the arena's. "" is the arena's
+	// [tokens, heads, head_dim] each, at least as many tokens as the plan writes.
+	K             []byte `protobuf:"bytes,6,opt,name=k,proto3" json:"k,omitempty"`
+	V             []byte `protobuf:"bytes,7,opt,name=v,proto3" json:"v,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WriteKVRequest) Reset() {
+	*x = WriteKVRequest{}
+	mi := &file_engine_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WriteKVRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WriteKVRequest) ProtoMessage() {}
+
+func (x *WriteKVRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WriteKVRequest.ProtoReflect.Descriptor instead.
+func (*WriteKVRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{46}
+}
+
+func (x *WriteKVRequest) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *WriteKVRequest) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *WriteKVRequest) GetLayer() uint32 {
+	if x != nil {
+		return x.Layer
+	}
+	return 0
+}
+
+func (x *WriteKVRequest) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *WriteKVRequest) GetDtype() string {
+	if x != nil {
+		return x.Dtype
+	}
+	return ""
+}
+
+func (x *WriteKVRequest) GetK() []byte {
+	if x != nil {
+		return x.K
+	}
+	return nil
+}
+
+func (x *WriteKVRequest) GetV() []byte {
+	if x != nil {
+		return x.V
+	}
+	return nil
+}
+
+type WriteKVResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WriteKVResponse) Reset() {
+	*x = WriteKVResponse{}
+	mi := &file_engine_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WriteKVResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WriteKVResponse) ProtoMessage() {}
+
+func (x *WriteKVResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WriteKVResponse.ProtoReflect.Descriptor instead.
+func (*WriteKVResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{47}
+}
+
+type ReadKVRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Step          uint64                 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
+	Label         string                 `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
+	Layer         uint32                 `protobuf:"varint,3,opt,name=layer,proto3" json:"layer,omitempty"`
+	Rank          uint32                 `protobuf:"varint,4,opt,name=rank,proto3" json:"rank,omitempty"`
+	Dtype         string                 `protobuf:"bytes,5,opt,name=dtype,proto3" json:"dtype,omitempty"` // wanted; "" is the arena's
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadKVRequest) Reset() {
+	*x = ReadKVRequest{}
+	mi := &file_engine_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadKVRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadKVRequest) ProtoMessage() {}
+
+func (x *ReadKVRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadKVRequest.ProtoReflect.Descriptor instead.
+func (*ReadKVRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *ReadKVRequest) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *ReadKVRequest) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *ReadKVRequest) GetLayer() uint32 {
+	if x != nil {
+		return x.Layer
+	}
+	return 0
+}
+
+func (x *ReadKVRequest) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *ReadKVRequest) GetDtype() string {
+	if x != nil {
+		return x.Dtype
+	}
+	return ""
+}
+
+type ReadKVResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	K             []byte                 `protobuf:"bytes,1,opt,name=k,proto3" json:"k,omitempty"`
+	V             []byte                 `protobuf:"bytes,2,opt,name=v,proto3" json:"v,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadKVResponse) Reset() {
+	*x = ReadKVResponse{}
+	mi := &file_engine_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadKVResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadKVResponse) ProtoMessage() {}
+
+func (x *ReadKVResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadKVResponse.ProtoReflect.Descriptor instead.
+func (*ReadKVResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *ReadKVResponse) GetK() []byte {
+	if x != nil {
+		return x.K
+	}
+	return nil
+}
+
+func (x *ReadKVResponse) GetV() []byte {
+	if x != nil {
+		return x.V
+	}
+	return nil
+}
+
+type ValidateWarmupRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ValidateWarmupRequest) Reset() {
+	*x = ValidateWarmupRequest{}
+	mi := &file_engine_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ValidateWarmupRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ValidateWarmupRequest) ProtoMessage() {}
+
+func (x *ValidateWarmupRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ValidateWarmupRequest.ProtoReflect.Descriptor instead.
+func (*ValidateWarmupRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{50}
+}
+
+type ValidateWarmupResponse struct {
+	state         protoimpl.MessageState         `protogen:"open.v1"`
+	Ranks         []*ValidateWarmupResponse_Rank `protobuf:"bytes,1,rep,name=ranks,proto3" json:"ranks,omitempty"` // all of the engine, ascending
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ValidateWarmupResponse) Reset() {
+	*x = ValidateWarmupResponse{}
+	mi := &file_engine_proto_msgTypes[51]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ValidateWarmupResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ValidateWarmupResponse) ProtoMessage() {}
+
+func (x *ValidateWarmupResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[51]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ValidateWarmupResponse.ProtoReflect.Descriptor instead.
+func (*ValidateWarmupResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{51}
+}
+
+func (x *ValidateWarmupResponse) GetRanks() []*ValidateWarmupResponse_Rank {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
 }
 
 type EventsRequest struct {
@@ -2225,7 +3122,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_engine_proto_msgTypes[35]
+	mi := &file_engine_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2237,7 +3134,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[35]
+	mi := &file_engine_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2250,7 +3147,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{35}
+	return file_engine_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *EventsRequest) GetAfter() uint64 {
@@ -2275,7 +3172,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_engine_proto_msgTypes[36]
+	mi := &file_engine_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2287,7 +3184,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[36]
+	mi := &file_engine_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2300,7 +3197,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{36}
+	return file_engine_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Event) GetSequence() uint64 {
@@ -2374,7 +3271,7 @@ type Failure struct {
 
 func (x *Failure) Reset() {
 	*x = Failure{}
-	mi := &file_engine_proto_msgTypes[37]
+	mi := &file_engine_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2386,7 +3283,7 @@ func (x *Failure) String() string {
 func (*Failure) ProtoMessage() {}
 
 func (x *Failure) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[37]
+	mi := &file_engine_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2399,7 +3296,7 @@ func (x *Failure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure.ProtoReflect.Descriptor instead.
 func (*Failure) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{37}
+	return file_engine_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *Failure) GetCode() Failure_Code {
@@ -2503,7 +3400,7 @@ type IngestRequest_ByNode struct {
 
 func (x *IngestRequest_ByNode) Reset() {
 	*x = IngestRequest_ByNode{}
-	mi := &file_engine_proto_msgTypes[38]
+	mi := &file_engine_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2515,7 +3412,7 @@ func (x *IngestRequest_ByNode) String() string {
 func (*IngestRequest_ByNode) ProtoMessage() {}
 
 func (x *IngestRequest_ByNode) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[38]
+	mi := &file_engine_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2556,7 +3453,7 @@ type IngestRequest_ByWalk struct {
 
 func (x *IngestRequest_ByWalk) Reset() {
 	*x = IngestRequest_ByWalk{}
-	mi := &file_engine_proto_msgTypes[39]
+	mi := &file_engine_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2568,7 +3465,7 @@ func (x *IngestRequest_ByWalk) String() string {
 func (*IngestRequest_ByWalk) ProtoMessage() {}
 
 func (x *IngestRequest_ByWalk) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[39]
+	mi := &file_engine_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2605,6 +3502,165 @@ func (x *IngestRequest_ByWalk) GetLabels() *Labels {
 	return nil
 }
 
+// Retention trims a stream at every commit, in whole pages.
+type IngestRequest_Retention struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Label         string                 `protobuf:"bytes,1,opt,name=label,proto3" json:"label,omitempty"`    // "" is main
+	Budget        uint32                 `protobuf:"varint,2,opt,name=budget,proto3" json:"budget,omitempty"` // tokens that are kept, and less than a page more
+	Prefix        uint32                 `protobuf:"varint,3,opt,name=prefix,proto3" json:"prefix,omitempty"` // of them, those that are kept in front
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IngestRequest_Retention) Reset() {
+	*x = IngestRequest_Retention{}
+	mi := &file_engine_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IngestRequest_Retention) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IngestRequest_Retention) ProtoMessage() {}
+
+func (x *IngestRequest_Retention) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IngestRequest_Retention.ProtoReflect.Descriptor instead.
+func (*IngestRequest_Retention) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{8, 2}
+}
+
+func (x *IngestRequest_Retention) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *IngestRequest_Retention) GetBudget() uint32 {
+	if x != nil {
+		return x.Budget
+	}
+	return 0
+}
+
+func (x *IngestRequest_Retention) GetPrefix() uint32 {
+	if x != nil {
+		return x.Prefix
+	}
+	return 0
+}
+
+type AdmitRequest_Rows struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Requests      []string               `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdmitRequest_Rows) Reset() {
+	*x = AdmitRequest_Rows{}
+	mi := &file_engine_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmitRequest_Rows) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmitRequest_Rows) ProtoMessage() {}
+
+func (x *AdmitRequest_Rows) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmitRequest_Rows.ProtoReflect.Descriptor instead.
+func (*AdmitRequest_Rows) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{17, 0}
+}
+
+func (x *AdmitRequest_Rows) GetRequests() []string {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+// The captured graph that replays the step: its plan is padded by writes to
+// page 0 up to the tokens that the graph always writes.
+type AdmitRequest_Lease struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Slot          uint32                 `protobuf:"varint,1,opt,name=slot,proto3" json:"slot,omitempty"`
+	Tokens        uint32                 `protobuf:"varint,2,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdmitRequest_Lease) Reset() {
+	*x = AdmitRequest_Lease{}
+	mi := &file_engine_proto_msgTypes[59]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmitRequest_Lease) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmitRequest_Lease) ProtoMessage() {}
+
+func (x *AdmitRequest_Lease) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[59]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmitRequest_Lease.ProtoReflect.Descriptor instead.
+func (*AdmitRequest_Lease) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{17, 1}
+}
+
+func (x *AdmitRequest_Lease) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *AdmitRequest_Lease) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
 type PublishResponse_Length struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Label         string                 `protobuf:"bytes,1,opt,name=label,proto3" json:"label,omitempty"`
@@ -2616,7 +3672,7 @@ type PublishResponse_Length struct {
 
 func (x *PublishResponse_Length) Reset() {
 	*x = PublishResponse_Length{}
-	mi := &file_engine_proto_msgTypes[40]
+	mi := &file_engine_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2628,7 +3684,7 @@ func (x *PublishResponse_Length) String() string {
 func (*PublishResponse_Length) ProtoMessage() {}
 
 func (x *PublishResponse_Length) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[40]
+	mi := &file_engine_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2641,7 +3697,7 @@ func (x *PublishResponse_Length) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishResponse_Length.ProtoReflect.Descriptor instead.
 func (*PublishResponse_Length) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{28, 0}
+	return file_engine_proto_rawDescGZIP(), []int{31, 0}
 }
 
 func (x *PublishResponse_Length) GetLabel() string {
@@ -2675,7 +3731,7 @@ type AdmitRetrieveResponse_Length struct {
 
 func (x *AdmitRetrieveResponse_Length) Reset() {
 	*x = AdmitRetrieveResponse_Length{}
-	mi := &file_engine_proto_msgTypes[41]
+	mi := &file_engine_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2687,7 +3743,7 @@ func (x *AdmitRetrieveResponse_Length) String() string {
 func (*AdmitRetrieveResponse_Length) ProtoMessage() {}
 
 func (x *AdmitRetrieveResponse_Length) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[41]
+	mi := &file_engine_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2700,7 +3756,7 @@ func (x *AdmitRetrieveResponse_Length) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRetrieveResponse_Length.ProtoReflect.Descriptor instead.
 func (*AdmitRetrieveResponse_Length) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{30, 0}
+	return file_engine_proto_rawDescGZIP(), []int{33, 0}
 }
 
 func (x *AdmitRetrieveResponse_Length) GetLabel() string {
@@ -2717,6 +3773,74 @@ func (x *AdmitRetrieveResponse_Length) GetTokens() uint32 {
 	return 0
 }
 
+type ValidateWarmupResponse_Rank struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rank          uint32                 `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
+	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
+	FreePages     uint32                 `protobuf:"varint,3,opt,name=free_pages,json=freePages,proto3" json:"free_pages,omitempty"`
+	TotalPages    uint32                 `protobuf:"varint,4,opt,name=total_pages,json=totalPages,proto3" json:"total_pages,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ValidateWarmupResponse_Rank) Reset() {
+	*x = ValidateWarmupResponse_Rank{}
+	mi := &file_engine_proto_msgTypes[62]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ValidateWarmupResponse_Rank) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ValidateWarmupResponse_Rank) ProtoMessage() {}
+
+func (x *ValidateWarmupResponse_Rank) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[62]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ValidateWarmupResponse_Rank.ProtoReflect.Descriptor instead.
+func (*ValidateWarmupResponse_Rank) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{51, 0}
+}
+
+func (x *ValidateWarmupResponse_Rank) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *ValidateWarmupResponse_Rank) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *ValidateWarmupResponse_Rank) GetFreePages() uint32 {
+	if x != nil {
+		return x.FreePages
+	}
+	return 0
+}
+
+func (x *ValidateWarmupResponse_Rank) GetTotalPages() uint32 {
+	if x != nil {
+		return x.TotalPages
+	}
+	return 0
+}
+
 type Failure_Difference struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Field         string                 `protobuf:"bytes,1,opt,name=field,proto3" json:"field,omitempty"`
@@ -2728,7 +3852,7 @@ type Failure_Difference struct {
 
 func (x *Failure_Difference) Reset() {
 	*x = Failure_Difference{}
-	mi := &file_engine_proto_msgTypes[42]
+	mi := &file_engine_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2740,7 +3864,7 @@ func (x *Failure_Difference) String() string {
 func (*Failure_Difference) ProtoMessage() {}
 
 func (x *Failure_Difference) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[42]
+	mi := &file_engine_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2753,7 +3877,7 @@ func (x *Failure_Difference) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure_Difference.ProtoReflect.Descriptor instead.
 func (*Failure_Difference) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{37, 0}
+	return file_engine_proto_rawDescGZIP(), []int{54, 0}
 }
 
 func (x *Failure_Difference) GetField() string {
@@ -2816,12 +3940,13 @@ const file_engine_proto_rawDesc = "" +
 	"\fCloseRequest\"\x0f\n" +
 	"\rCloseResponse\" \n" +
 	"\x06Labels\x12\x16\n" +
-	"\x06labels\x18\x01 \x03(\tR\x06labels\"\x89\x03\n" +
+	"\x06labels\x18\x01 \x03(\tR\x06labels\"\x9f\x04\n" +
 	"\rIngestRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12*\n" +
 	"\x06needed\x18\x02 \x01(\v2\x12.kvferry.v1.LabelsR\x06needed\x129\n" +
 	"\aby_node\x18\x03 \x03(\v2 .kvferry.v1.IngestRequest.ByNodeR\x06byNode\x129\n" +
-	"\aby_walk\x18\x04 \x03(\v2 .kvferry.v1.IngestRequest.ByWalkR\x06byWalk\x1aS\n" +
+	"\aby_walk\x18\x04 \x03(\v2 .kvferry.v1.IngestRequest.ByWalkR\x06byWalk\x12A\n" +
+	"\tretention\x18\x05 \x03(\v2#.kvferry.v1.IngestRequest.RetentionR\tretention\x1aS\n" +
 	"\x06ByNode\x12\x1d\n" +
 	"\n" +
 	"graph_node\x18\x01 \x01(\tR\tgraphNode\x12*\n" +
@@ -2830,7 +3955,11 @@ const file_engine_proto_rawDesc = "" +
 	"\n" +
 	"graph_node\x18\x01 \x01(\tR\tgraphNode\x12\x12\n" +
 	"\x04walk\x18\x02 \x01(\tR\x04walk\x12*\n" +
-	"\x06labels\x18\x03 \x01(\v2\x12.kvferry.v1.LabelsR\x06labels\"\x10\n" +
+	"\x06labels\x18\x03 \x01(\v2\x12.kvferry.v1.LabelsR\x06labels\x1aQ\n" +
+	"\tRetention\x12\x14\n" +
+	"\x05label\x18\x01 \x01(\tR\x05label\x12\x16\n" +
+	"\x06budget\x18\x02 \x01(\rR\x06budget\x12\x16\n" +
+	"\x06prefix\x18\x03 \x01(\rR\x06prefix\"\x10\n" +
 	"\x0eIngestResponse\"<\n" +
 	"\fResetRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x12\n" +
@@ -2846,19 +3975,35 @@ const file_engine_proto_rawDesc = "" +
 	"\x04span\x18\x03 \x01(\rR\x04span\":\n" +
 	"\bCombined\x12\x18\n" +
 	"\asources\x18\x01 \x03(\tR\asources\x12\x14\n" +
-	"\x05label\x18\x02 \x01(\tR\x05label\"\x9f\x01\n" +
+	"\x05label\x18\x02 \x01(\tR\x05label\"*\n" +
+	"\x04Fork\x12\x12\n" +
+	"\x04from\x18\x01 \x01(\tR\x04from\x12\x0e\n" +
+	"\x02to\x18\x02 \x01(\tR\x02to\"\xd5\x03\n" +
 	"\fAdmitRequest\x12/\n" +
 	"\bsegments\x18\x01 \x03(\v2\x13.kvferry.v1.SegmentR\bsegments\x12\x18\n" +
 	"\adiscard\x18\x02 \x01(\bR\adiscard\x120\n" +
 	"\bcombined\x18\x03 \x03(\v2\x14.kvferry.v1.CombinedR\bcombined\x12\x12\n" +
-	"\x04plan\x18\x04 \x01(\bR\x04plan\"Q\n" +
+	"\x04plan\x18\x04 \x01(\bR\x04plan\x12-\n" +
+	"\tpre_forks\x18\x05 \x03(\v2\x10.kvferry.v1.ForkR\bpreForks\x12/\n" +
+	"\n" +
+	"post_forks\x18\x06 \x03(\v2\x10.kvferry.v1.ForkR\tpostForks\x121\n" +
+	"\x04rows\x18\a \x01(\v2\x1d.kvferry.v1.AdmitRequest.RowsR\x04rows\x12\x12\n" +
+	"\x04walk\x18\b \x01(\tR\x04walk\x124\n" +
+	"\x05lease\x18\t \x01(\v2\x1e.kvferry.v1.AdmitRequest.LeaseR\x05lease\x1a\"\n" +
+	"\x04Rows\x12\x1a\n" +
+	"\brequests\x18\x01 \x03(\tR\brequests\x1a3\n" +
+	"\x05Lease\x12\x12\n" +
+	"\x04slot\x18\x01 \x01(\rR\x04slot\x12\x16\n" +
+	"\x06tokens\x18\x02 \x01(\rR\x06tokens\"Q\n" +
 	"\rAdmitResponse\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12,\n" +
-	"\x05plans\x18\x02 \x03(\v2\x16.kvferry.v1.PlanOutputR\x05plans\"!\n" +
+	"\x05plans\x18\x02 \x03(\v2\x16.kvferry.v1.PlanOutputR\x05plans\"\x10\n" +
+	"\x0eUnstageRequest\"\x11\n" +
+	"\x0fUnstageResponse\"!\n" +
 	"\vPlanRequest\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\"<\n" +
 	"\fPlanResponse\x12,\n" +
-	"\x05plans\x18\x01 \x03(\v2\x16.kvferry.v1.PlanOutputR\x05plans\"\xb5\x02\n" +
+	"\x05plans\x18\x01 \x03(\v2\x16.kvferry.v1.PlanOutputR\x05plans\"\xd8\x02\n" +
 	"\n" +
 	"PlanOutput\x12\x14\n" +
 	"\x05label\x18\x01 \x01(\tR\x05label\x12&\n" +
@@ -2868,7 +4013,8 @@ const file_engine_proto_rawDesc = "" +
 	"\x10paged_kv_indices\x18\x05 \x03(\x05R\x0epagedKvIndices\x122\n" +
 	"\x16paged_kv_last_page_len\x18\x06 \x03(\x05R\x12pagedKvLastPageLen\x12\"\n" +
 	"\rtoken_to_page\x18\a \x03(\rR\vtokenToPage\x12\"\n" +
-	"\rtoken_to_slot\x18\b \x03(\rR\vtokenToSlot\"\x88\x01\n" +
+	"\rtoken_to_slot\x18\b \x03(\rR\vtokenToSlot\x12!\n" +
+	"\ftotal_tokens\x18\t \x01(\rR\vtotalTokens\"\xbc\x01\n" +
 	"\x04View\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x14\n" +
 	"\x05label\x18\x02 \x01(\tR\x05label\x12\x16\n" +
@@ -2876,7 +4022,9 @@ const file_engine_proto_rawDesc = "" +
 	"\acompute\x18\x04 \x01(\rR\acompute\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x05 \x01(\x04R\n" +
-	"generation\"Y\n" +
+	"generation\x12\x1a\n" +
+	"\breleased\x18\x06 \x01(\rR\breleased\x12\x16\n" +
+	"\x06prefix\x18\a \x01(\rR\x06prefix\"Y\n" +
 	"\rCommitRequest\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x124\n" +
 	"\apublish\x18\x02 \x03(\v2\x1a.kvferry.v1.PublishRequestR\apublish\"c\n" +
@@ -2929,7 +4077,51 @@ const file_engine_proto_rawDesc = "" +
 	"\x0eCancelResponse\".\n" +
 	"\x0eReleaseRequest\x12\x1c\n" +
 	"\treference\x18\x01 \x01(\tR\treference\"\x11\n" +
-	"\x0fReleaseResponse\"%\n" +
+	"\x0fReleaseResponse\"*\n" +
+	"\x0eOffloadRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\"'\n" +
+	"\x0fOffloadResponse\x12\x14\n" +
+	"\x05freed\x18\x01 \x01(\rR\x05freed\")\n" +
+	"\rReloadRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\"&\n" +
+	"\x0eReloadResponse\x12\x14\n" +
+	"\x05pages\x18\x01 \x01(\rR\x05pages\".\n" +
+	"\x12IsOffloadedRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\"3\n" +
+	"\x13IsOffloadedResponse\x12\x1c\n" +
+	"\toffloaded\x18\x01 \x01(\bR\toffloaded\".\n" +
+	"\x12ReclaimableRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\"+\n" +
+	"\x13ReclaimableResponse\x12\x14\n" +
+	"\x05pages\x18\x01 \x01(\rR\x05pages\"\x96\x01\n" +
+	"\x0eWriteKVRequest\x12\x12\n" +
+	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x14\n" +
+	"\x05label\x18\x02 \x01(\tR\x05label\x12\x14\n" +
+	"\x05layer\x18\x03 \x01(\rR\x05layer\x12\x12\n" +
+	"\x04rank\x18\x04 \x01(\rR\x04rank\x12\x14\n" +
+	"\x05dtype\x18\x05 \x01(\tR\x05dtype\x12\f\n" +
+	"\x01k\x18\x06 \x01(\fR\x01k\x12\f\n" +
+	"\x01v\x18\a \x01(\fR\x01v\"\x11\n" +
+	"\x0fWriteKVResponse\"y\n" +
+	"\rReadKVRequest\x12\x12\n" +
+	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x14\n" +
+	"\x05label\x18\x02 \x01(\tR\x05label\x12\x14\n" +
+	"\x05layer\x18\x03 \x01(\rR\x05layer\x12\x12\n" +
+	"\x04rank\x18\x04 \x01(\rR\x04rank\x12\x14\n" +
+	"\x05dtype\x18\x05 \x01(\tR\x05dtype\",\n" +
+	"\x0eReadKVResponse\x12\f\n" +
+	"\x01k\x18\x01 \x01(\fR\x01k\x12\f\n" +
+	"\x01v\x18\x02 \x01(\fR\x01v\"\x17\n" +
+	"\x15ValidateWarmupRequest\"\xc7\x01\n" +
+	"\x16ValidateWarmupResponse\x12=\n" +
+	"\x05ranks\x18\x01 \x03(\v2'.kvferry.v1.ValidateWarmupResponse.RankR\x05ranks\x1an\n" +
+	"\x04Rank\x12\x12\n" +
+	"\x04rank\x18\x01 \x01(\rR\x04rank\x12\x12\n" +
+	"\x04node\x18\x02 \x01(\tR\x04node\x12\x1d\n" +
+	"\n" +
+	"free_pages\x18\x03 \x01(\rR\tfreePages\x12\x1f\n" +
+	"\vtotal_pages\x18\x04 \x01(\rR\n" +
+	"totalPages\"%\n" +
 	"\rEventsRequest\x12\x14\n" +
 	"\x05after\x18\x01 \x01(\x04R\x05after\"\xc1\x02\n" +
 	"\x05Event\x12\x1a\n" +
@@ -2948,7 +4140,7 @@ const file_engine_proto_rawDesc = "" +
 	"\tRETRIEVED\x10\x03\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x04\x12\b\n" +
-	"\x04PEER\x10\x05\"\xc1\x06\n" +
+	"\x04PEER\x10\x05\"\xde\x06\n" +
 	"\aFailure\x12,\n" +
 	"\x04code\x18\x01 \x01(\x0e2\x18.kvferry.v1.Failure.CodeR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x18\n" +
@@ -2971,7 +4163,7 @@ const file_engine_proto_rawDesc = "" +
 	"Difference\x12\x14\n" +
 	"\x05field\x18\x01 \x01(\tR\x05field\x12\x12\n" +
 	"\x04ours\x18\x02 \x01(\tR\x04ours\x12\x16\n" +
-	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xbf\x02\n" +
+	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xdc\x02\n" +
 	"\x04Code\x12\x0f\n" +
 	"\vUNSPECIFIED\x10\x00\x12\r\n" +
 	"\tNOT_FOUND\x10\x01\x12\t\n" +
@@ -2996,11 +4188,14 @@ const file_engine_proto_rawDesc = "" +
 	"\bDRAINING\x10\x11\x12\f\n" +
 	"\bINTERNAL\x10\x12\x12\v\n" +
 	"\aREFUSED\x10\x13\x12\v\n" +
-	"\aBLOCKED\x10\x14*0\n" +
+	"\aBLOCKED\x10\x14\x12\x0e\n" +
+	"\n" +
+	"OFFLOADING\x10\x15\x12\v\n" +
+	"\aUNEQUAL\x10\x16*0\n" +
 	"\tReadiness\x12\v\n" +
 	"\aWAITING\x10\x00\x12\v\n" +
 	"\aREADING\x10\x01\x12\t\n" +
-	"\x05READY\x10\x022\xde\a\n" +
+	"\x05READY\x10\x022\xe3\f\n" +
 	"\x06Engine\x129\n" +
 	"\x04Open\x12\x17.kvferry.v1.OpenRequest\x1a\x18.kvferry.v1.OpenResponse\x12H\n" +
 	"\tOpenArena\x12\x1c.kvferry.v1.OpenArenaRequest\x1a\x1d.kvferry.v1.OpenArenaResponse\x12<\n" +
@@ -3008,14 +4203,23 @@ const file_engine_proto_rawDesc = "" +
 	"\x06Ingest\x12\x19.kvferry.v1.IngestRequest\x1a\x1a.kvferry.v1.IngestResponse\x12<\n" +
 	"\x05Reset\x12\x18.kvferry.v1.ResetRequest\x1a\x19.kvferry.v1.ResetResponse\x12?\n" +
 	"\x06Remove\x12\x19.kvferry.v1.RemoveRequest\x1a\x1a.kvferry.v1.RemoveResponse\x12<\n" +
-	"\x05Admit\x12\x18.kvferry.v1.AdmitRequest\x1a\x19.kvferry.v1.AdmitResponse\x129\n" +
+	"\x05Admit\x12\x18.kvferry.v1.AdmitRequest\x1a\x19.kvferry.v1.AdmitResponse\x12<\n" +
+	"\x05Stage\x12\x18.kvferry.v1.AdmitRequest\x1a\x19.kvferry.v1.AdmitResponse\x12B\n" +
+	"\aUnstage\x12\x1a.kvferry.v1.UnstageRequest\x1a\x1b.kvferry.v1.UnstageResponse\x129\n" +
 	"\x04Plan\x12\x17.kvferry.v1.PlanRequest\x1a\x18.kvferry.v1.PlanResponse\x12?\n" +
 	"\x06Commit\x12\x19.kvferry.v1.CommitRequest\x1a\x1a.kvferry.v1.CommitResponse\x12<\n" +
 	"\x05Abort\x12\x18.kvferry.v1.AbortRequest\x1a\x19.kvferry.v1.AbortResponse\x12B\n" +
 	"\aPublish\x12\x1a.kvferry.v1.PublishRequest\x1a\x1b.kvferry.v1.PublishResponse\x12T\n" +
 	"\rAdmitRetrieve\x12 .kvferry.v1.AdmitRetrieveRequest\x1a!.kvferry.v1.AdmitRetrieveResponse\x12?\n" +
 	"\x06Cancel\x12\x19.kvferry.v1.CancelRequest\x1a\x1a.kvferry.v1.CancelResponse\x12B\n" +
-	"\aRelease\x12\x1a.kvferry.v1.ReleaseRequest\x1a\x1b.kvferry.v1.ReleaseResponse\x12:\n" +
+	"\aRelease\x12\x1a.kvferry.v1.ReleaseRequest\x1a\x1b.kvferry.v1.ReleaseResponse\x12B\n" +
+	"\aOffload\x12\x1a.kvferry.v1.OffloadRequest\x1a\x1b.kvferry.v1.OffloadResponse\x12?\n" +
+	"\x06Reload\x12\x19.kvferry.v1.ReloadRequest\x1a\x1a.kvferry.v1.ReloadResponse\x12N\n" +
+	"\vIsOffloaded\x12\x1e.kvferry.v1.IsOffloadedRequest\x1a\x1f.kvferry.v1.IsOffloadedResponse\x12N\n" +
+	"\vReclaimable\x12\x1e.kvferry.v1.ReclaimableRequest\x1a\x1f.kvferry.v1.ReclaimableResponse\x12B\n" +
+	"\aWriteKV\x12\x1a.kvferry.v1.WriteKVRequest\x1a\x1b.kvferry.v1.WriteKVResponse\x12?\n" +
+	"\x06ReadKV\x12\x19.kvferry.v1.ReadKVRequest\x1a\x1a.kvferry.v1.ReadKVResponse\x12W\n" +
+	"\x0eValidateWarmup\x12!.kvferry.v1.ValidateWarmupRequest\x1a\".kvferry.v1.ValidateWarmupResponse\x12:\n" +
 	"\x06Events\x12\x19.kvferry.v1.EventsRequest\x1a\x11.kvferry.v1.Event(\x010\x01B*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
 
 var (
@@ -3031,7 +4235,7 @@ func file_engine_proto_rawDescGZIP() []byte {
 }
 
 var file_engine_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
+var file_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
 var file_engine_proto_goTypes = []any{
 	(Readiness)(0),                       // 0: kvferry.v1.Readiness
 	(Event_Kind)(0),                      // 1: kvferry.v1.Event.Kind
@@ -3052,96 +4256,141 @@ var file_engine_proto_goTypes = []any{
 	(*RemoveResponse)(nil),               // 16: kvferry.v1.RemoveResponse
 	(*Segment)(nil),                      // 17: kvferry.v1.Segment
 	(*Combined)(nil),                     // 18: kvferry.v1.Combined
-	(*AdmitRequest)(nil),                 // 19: kvferry.v1.AdmitRequest
-	(*AdmitResponse)(nil),                // 20: kvferry.v1.AdmitResponse
-	(*PlanRequest)(nil),                  // 21: kvferry.v1.PlanRequest
-	(*PlanResponse)(nil),                 // 22: kvferry.v1.PlanResponse
-	(*PlanOutput)(nil),                   // 23: kvferry.v1.PlanOutput
-	(*View)(nil),                         // 24: kvferry.v1.View
-	(*CommitRequest)(nil),                // 25: kvferry.v1.CommitRequest
-	(*CommitResponse)(nil),               // 26: kvferry.v1.CommitResponse
-	(*PublishResult)(nil),                // 27: kvferry.v1.PublishResult
-	(*AbortRequest)(nil),                 // 28: kvferry.v1.AbortRequest
-	(*AbortResponse)(nil),                // 29: kvferry.v1.AbortResponse
-	(*PublishRequest)(nil),               // 30: kvferry.v1.PublishRequest
-	(*PublishResponse)(nil),              // 31: kvferry.v1.PublishResponse
-	(*AdmitRetrieveRequest)(nil),         // 32: kvferry.v1.AdmitRetrieveRequest
-	(*AdmitRetrieveResponse)(nil),        // 33: kvferry.v1.AdmitRetrieveResponse
-	(*CancelRequest)(nil),                // 34: kvferry.v1.CancelRequest
-	(*CancelResponse)(nil),               // 35: kvferry.v1.CancelResponse
-	(*ReleaseRequest)(nil),               // 36: kvferry.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),              // 37: kvferry.v1.ReleaseResponse
-	(*EventsRequest)(nil),                // 38: kvferry.v1.EventsRequest
-	(*Event)(nil),                        // 39: kvferry.v1.Event
-	(*Failure)(nil),                      // 40: kvferry.v1.Failure
-	(*IngestRequest_ByNode)(nil),         // 41: kvferry.v1.IngestRequest.ByNode
-	(*IngestRequest_ByWalk)(nil),         // 42: kvferry.v1.IngestRequest.ByWalk
-	(*PublishResponse_Length)(nil),       // 43: kvferry.v1.PublishResponse.Length
-	(*AdmitRetrieveResponse_Length)(nil), // 44: kvferry.v1.AdmitRetrieveResponse.Length
-	(*Failure_Difference)(nil),           // 45: kvferry.v1.Failure.Difference
-	(*durationpb.Duration)(nil),          // 46: google.protobuf.Duration
+	(*Fork)(nil),                         // 19: kvferry.v1.Fork
+	(*AdmitRequest)(nil),                 // 20: kvferry.v1.AdmitRequest
+	(*AdmitResponse)(nil),                // 21: kvferry.v1.AdmitResponse
+	(*UnstageRequest)(nil),               // 22: kvferry.v1.UnstageRequest
+	(*UnstageResponse)(nil),              // 23: kvferry.v1.UnstageResponse
+	(*PlanRequest)(nil),                  // 24: kvferry.v1.PlanRequest
+	(*PlanResponse)(nil),                 // 25: kvferry.v1.PlanResponse
+	(*PlanOutput)(nil),                   // 26: kvferry.v1.PlanOutput
+	(*View)(nil),                         // 27: kvferry.v1.View
+	(*CommitRequest)(nil),                // 28: kvferry.v1.CommitRequest
+	(*CommitResponse)(nil),               // 29: kvferry.v1.CommitResponse
+	(*PublishResult)(nil),                // 30: kvferry.v1.PublishResult
+	(*AbortRequest)(nil),                 // 31: kvferry.v1.AbortRequest
+	(*AbortResponse)(nil),                // 32: kvferry.v1.AbortResponse
+	(*PublishRequest)(nil),               // 33: kvferry.v1.PublishRequest
+	(*PublishResponse)(nil),              // 34: kvferry.v1.PublishResponse
+	(*AdmitRetrieveRequest)(nil),         // 35: kvferry.v1.AdmitRetrieveRequest
+	(*AdmitRetrieveResponse)(nil),        // 36: kvferry.v1.AdmitRetrieveResponse
+	(*CancelRequest)(nil),                // 37: kvferry.v1.CancelRequest
+	(*CancelResponse)(nil),               // 38: kvferry.v1.CancelResponse
+	(*ReleaseRequest)(nil),               // 39: kvferry.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),              // 40: kvferry.v1.ReleaseResponse
+	(*OffloadRequest)(nil),               // 41: kvferry.v1.OffloadRequest
+	(*OffloadResponse)(nil),              // 42: kvferry.v1.OffloadResponse
+	(*ReloadRequest)(nil),                // 43: kvferry.v1.ReloadRequest
+	(*ReloadResponse)(nil),               // 44: kvferry.v1.ReloadResponse
+	(*IsOffloadedRequest)(nil),           // 45: kvferry.v1.IsOffloadedRequest
+	(*IsOffloadedResponse)(nil),          // 46: kvferry.v1.IsOffloadedResponse
+	(*ReclaimableRequest)(nil),           // 47: kvferry.v1.ReclaimableRequest
+	(*ReclaimableResponse)(nil),          // 48: kvferry.v1.ReclaimableResponse
+	(*WriteKVRequest)(nil),               // 49: kvferry.v1.WriteKVRequest
+	(*WriteKVResponse)(nil),              // 50: kvferry.v1.WriteKVResponse
+	(*ReadKVRequest)(nil),                // 51: kvferry.v1.ReadKVRequest
+	(*ReadKVResponse)(nil),               // 52: kvferry.v1.ReadKVResponse
+	(*ValidateWarmupRequest)(nil),        // 53: kvferry.v1.ValidateWarmupRequest
+	(*ValidateWarmupResponse)(nil),       // 54: kvferry.v1.ValidateWarmupResponse
+	(*EventsRequest)(nil),                // 55: kvferry.v1.EventsRequest
+	(*Event)(nil),                        // 56: kvferry.v1.Event
+	(*Failure)(nil),                      // 57: kvferry.v1.Failure
+	(*IngestRequest_ByNode)(nil),         // 58: kvferry.v1.IngestRequest.ByNode
+	(*IngestRequest_ByWalk)(nil),         // 59: kvferry.v1.IngestRequest.ByWalk
+	(*IngestRequest_Retention)(nil),      // 60: kvferry.v1.IngestRequest.Retention
+	(*AdmitRequest_Rows)(nil),            // 61: kvferry.v1.AdmitRequest.Rows
+	(*AdmitRequest_Lease)(nil),           // 62: kvferry.v1.AdmitRequest.Lease
+	(*PublishResponse_Length)(nil),       // 63: kvferry.v1.PublishResponse.Length
+	(*AdmitRetrieveResponse_Length)(nil), // 64: kvferry.v1.AdmitRetrieveResponse.Length
+	(*ValidateWarmupResponse_Rank)(nil),  // 65: kvferry.v1.ValidateWarmupResponse.Rank
+	(*Failure_Difference)(nil),           // 66: kvferry.v1.Failure.Difference
+	(*durationpb.Duration)(nil),          // 67: google.protobuf.Duration
 }
 var file_engine_proto_depIdxs = []int32{
 	3,  // 0: kvferry.v1.OpenRequest.geometry:type_name -> kvferry.v1.Geometry
 	3,  // 1: kvferry.v1.OpenResponse.geometry:type_name -> kvferry.v1.Geometry
 	10, // 2: kvferry.v1.IngestRequest.needed:type_name -> kvferry.v1.Labels
-	41, // 3: kvferry.v1.IngestRequest.by_node:type_name -> kvferry.v1.IngestRequest.ByNode
-	42, // 4: kvferry.v1.IngestRequest.by_walk:type_name -> kvferry.v1.IngestRequest.ByWalk
-	17, // 5: kvferry.v1.AdmitRequest.segments:type_name -> kvferry.v1.Segment
-	18, // 6: kvferry.v1.AdmitRequest.combined:type_name -> kvferry.v1.Combined
-	23, // 7: kvferry.v1.AdmitResponse.plans:type_name -> kvferry.v1.PlanOutput
-	23, // 8: kvferry.v1.PlanResponse.plans:type_name -> kvferry.v1.PlanOutput
-	24, // 9: kvferry.v1.PlanOutput.views:type_name -> kvferry.v1.View
-	30, // 10: kvferry.v1.CommitRequest.publish:type_name -> kvferry.v1.PublishRequest
-	27, // 11: kvferry.v1.CommitResponse.published:type_name -> kvferry.v1.PublishResult
-	31, // 12: kvferry.v1.PublishResult.response:type_name -> kvferry.v1.PublishResponse
-	40, // 13: kvferry.v1.PublishResult.failure:type_name -> kvferry.v1.Failure
-	46, // 14: kvferry.v1.PublishRequest.hold:type_name -> google.protobuf.Duration
-	43, // 15: kvferry.v1.PublishResponse.lengths:type_name -> kvferry.v1.PublishResponse.Length
-	46, // 16: kvferry.v1.AdmitRetrieveRequest.wait:type_name -> google.protobuf.Duration
-	0,  // 17: kvferry.v1.AdmitRetrieveResponse.readiness:type_name -> kvferry.v1.Readiness
-	44, // 18: kvferry.v1.AdmitRetrieveResponse.lengths:type_name -> kvferry.v1.AdmitRetrieveResponse.Length
-	1,  // 19: kvferry.v1.Event.kind:type_name -> kvferry.v1.Event.Kind
-	40, // 20: kvferry.v1.Event.failure:type_name -> kvferry.v1.Failure
-	2,  // 21: kvferry.v1.Failure.code:type_name -> kvferry.v1.Failure.Code
-	45, // 22: kvferry.v1.Failure.differences:type_name -> kvferry.v1.Failure.Difference
-	10, // 23: kvferry.v1.IngestRequest.ByNode.labels:type_name -> kvferry.v1.Labels
-	10, // 24: kvferry.v1.IngestRequest.ByWalk.labels:type_name -> kvferry.v1.Labels
-	4,  // 25: kvferry.v1.Engine.Open:input_type -> kvferry.v1.OpenRequest
-	6,  // 26: kvferry.v1.Engine.OpenArena:input_type -> kvferry.v1.OpenArenaRequest
-	8,  // 27: kvferry.v1.Engine.Close:input_type -> kvferry.v1.CloseRequest
-	11, // 28: kvferry.v1.Engine.Ingest:input_type -> kvferry.v1.IngestRequest
-	13, // 29: kvferry.v1.Engine.Reset:input_type -> kvferry.v1.ResetRequest
-	15, // 30: kvferry.v1.Engine.Remove:input_type -> kvferry.v1.RemoveRequest
-	19, // 31: kvferry.v1.Engine.Admit:input_type -> kvferry.v1.AdmitRequest
-	21, // 32: kvferry.v1.Engine.Plan:input_type -> kvferry.v1.PlanRequest
-	25, // 33: kvferry.v1.Engine.Commit:input_type -> kvferry.v1.CommitRequest
-	28, // 34: kvferry.v1.Engine.Abort:input_type -> kvferry.v1.AbortRequest
-	30, // 35: kvferry.v1.Engine.Publish:input_type -> kvferry.v1.PublishRequest
-	32, // 36: kvferry.v1.Engine.AdmitRetrieve:input_type -> kvferry.v1.AdmitRetrieveRequest
-	34, // 37: kvferry.v1.Engine.Cancel:input_type -> kvferry.v1.CancelRequest
-	36, // 38: kvferry.v1.Engine.Release:input_type -> kvferry.v1.ReleaseRequest
-	38, // 39: kvferry.v1.Engine.Events:input_type -> kvferry.v1.EventsRequest
-	5,  // 40: kvferry.v1.Engine.Open:output_type -> kvferry.v1.OpenResponse
-	7,  // 41: kvferry.v1.Engine.OpenArena:output_type -> kvferry.v1.OpenArenaResponse
-	9,  // 42: kvferry.v1.Engine.Close:output_type -> kvferry.v1.CloseResponse
-	12, // 43: kvferry.v1.Engine.Ingest:output_type -> kvferry.v1.IngestResponse
-	14, // 44: kvferry.v1.Engine.Reset:output_type -> kvferry.v1.ResetResponse
-	16, // 45: kvferry.v1.Engine.Remove:output_type -> kvferry.v1.RemoveResponse
-	20, // 46: kvferry.v1.Engine.Admit:output_type -> kvferry.v1.AdmitResponse
-	22, // 47: kvferry.v1.Engine.Plan:output_type -> kvferry.v1.PlanResponse
-	26, // 48: kvferry.v1.Engine.Commit:output_type -> kvferry.v1.CommitResponse
-	29, // 49: kvferry.v1.Engine.Abort:output_type -> kvferry.v1.AbortResponse
-	31, // 50: kvferry.v1.Engine.Publish:output_type -> kvferry.v1.PublishResponse
-	33, // 51: kvferry.v1.Engine.AdmitRetrieve:output_type -> kvferry.v1.AdmitRetrieveResponse
-	35, // 52: kvferry.v1.Engine.Cancel:output_type -> kvferry.v1.CancelResponse
-	37, // 53: kvferry.v1.Engine.Release:output_type -> kvferry.v1.ReleaseResponse
-	39, // 54: kvferry.v1.Engine.Events:output_type -> kvferry.v1.Event
-	40, // [40:55] is the sub-list for method output_type
-	25, // [25:40] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	58, // 3: kvferry.v1.IngestRequest.by_node:type_name -> kvferry.v1.IngestRequest.ByNode
+	59, // 4: kvferry.v1.IngestRequest.by_walk:type_name -> kvferry.v1.IngestRequest.ByWalk
+	60, // 5: kvferry.v1.IngestRequest.retention:type_name -> kvferry.v1.IngestRequest.Retention
+	17, // 6: kvferry.v1.AdmitRequest.segments:type_name -> kvferry.v1.Segment
+	18, // 7: kvferry.v1.AdmitRequest.combined:type_name -> kvferry.v1.Combined
+	19, // 8: kvferry.v1.AdmitRequest.pre_forks:type_name -> kvferry.v1.Fork
+	19, // 9: kvferry.v1.AdmitRequest.post_forks:type_name -> kvferry.v1.Fork
+	61, // 10: kvferry.v1.AdmitRequest.rows:type_name -> kvferry.v1.AdmitRequest.Rows
+	62, // 11: kvferry.v1.AdmitRequest.lease:type_name -> kvferry.v1.AdmitRequest.Lease
+	26, // 12: kvferry.v1.AdmitResponse.plans:type_name -> kvferry.v1.PlanOutput
+	26, // 13: kvferry.v1.PlanResponse.plans:type_name -> kvferry.v1.PlanOutput
+	27, // 14: kvferry.v1.PlanOutput.views:type_name -> kvferry.v1.View
+	33, // 15: kvferry.v1.CommitRequest.publish:type_name -> kvferry.v1.PublishRequest
+	30, // 16: kvferry.v1.CommitResponse.published:type_name -> kvferry.v1.PublishResult
+	34, // 17: kvferry.v1.PublishResult.response:type_name -> kvferry.v1.PublishResponse
+	57, // 18: kvferry.v1.PublishResult.failure:type_name -> kvferry.v1.Failure
+	67, // 19: kvferry.v1.PublishRequest.hold:type_name -> google.protobuf.Duration
+	63, // 20: kvferry.v1.PublishResponse.lengths:type_name -> kvferry.v1.PublishResponse.Length
+	67, // 21: kvferry.v1.AdmitRetrieveRequest.wait:type_name -> google.protobuf.Duration
+	0,  // 22: kvferry.v1.AdmitRetrieveResponse.readiness:type_name -> kvferry.v1.Readiness
+	64, // 23: kvferry.v1.AdmitRetrieveResponse.lengths:type_name -> kvferry.v1.AdmitRetrieveResponse.Length
+	65, // 24: kvferry.v1.ValidateWarmupResponse.ranks:type_name -> kvferry.v1.ValidateWarmupResponse.Rank
+	1,  // 25: kvferry.v1.Event.kind:type_name -> kvferry.v1.Event.Kind
+	57, // 26: kvferry.v1.Event.failure:type_name -> kvferry.v1.Failure
+	2,  // 27: kvferry.v1.Failure.code:type_name -> kvferry.v1.Failure.Code
+	66, // 28: kvferry.v1.Failure.differences:type_name -> kvferry.v1.Failure.Difference
+	10, // 29: kvferry.v1.IngestRequest.ByNode.labels:type_name -> kvferry.v1.Labels
+	10, // 30: kvferry.v1.IngestRequest.ByWalk.labels:type_name -> kvferry.v1.Labels
+	4,  // 31: kvferry.v1.Engine.Open:input_type -> kvferry.v1.OpenRequest
+	6,  // 32: kvferry.v1.Engine.OpenArena:input_type -> kvferry.v1.OpenArenaRequest
+	8,  // 33: kvferry.v1.Engine.Close:input_type -> kvferry.v1.CloseRequest
+	11, // 34: kvferry.v1.Engine.Ingest:input_type -> kvferry.v1.IngestRequest
+	13, // 35: kvferry.v1.Engine.Reset:input_type -> kvferry.v1.ResetRequest
+	15, // 36: kvferry.v1.Engine.Remove:input_type -> kvferry.v1.RemoveRequest
+	20, // 37: kvferry.v1.Engine.Admit:input_type -> kvferry.v1.AdmitRequest
+	20, // 38: kvferry.v1.Engine.Stage:input_type -> kvferry.v1.AdmitRequest
+	22, // 39: kvferry.v1.Engine.Unstage:input_type -> kvferry.v1.UnstageRequest
+	24, // 40: kvferry.v1.Engine.Plan:input_type -> kvferry.v1.PlanRequest
+	28, // 41: kvferry.v1.Engine.Commit:input_type -> kvferry.v1.CommitRequest
+	31, // 42: kvferry.v1.Engine.Abort:input_type -> kvferry.v1.AbortRequest
+	33, // 43: kvferry.v1.Engine.Publish:input_type -> kvferry.v1.PublishRequest
+	35, // 44: kvferry.v1.Engine.AdmitRetrieve:input_type -> kvferry.v1.AdmitRetrieveRequest
+	37, // 45: kvferry.v1.Engine.Cancel:input_type -> kvferry.v1.CancelRequest
+	39, // 46: kvferry.v1.Engine.Release:input_type -> kvferry.v1.ReleaseRequest
+	41, // 47: kvferry.v1.Engine.Offload:input_type -> kvferry.v1.OffloadRequest
+	43, // 48: kvferry.v1.Engine.Reload:input_type -> kvferry.v1.ReloadRequest
+	45, // 49: kvferry.v1.Engine.IsOffloaded:input_type -> kvferry.v1.IsOffloadedRequest
+	47, // 50: kvferry.v1.Engine.Reclaimable:input_type -> kvferry.v1.ReclaimableRequest
+	49, // 51: kvferry.v1.Engine.WriteKV:input_type -> kvferry.v1.WriteKVRequest
+	51, // 52: kvferry.v1.Engine.ReadKV:input_type -> kvferry.v1.ReadKVRequest
+	53, // 53: kvferry.v1.Engine.ValidateWarmup:input_type -> kvferry.v1.ValidateWarmupRequest
+	55, // 54: kvferry.v1.Engine.Events:input_type -> kvferry.v1.EventsRequest
+	5,  // 55: kvferry.v1.Engine.Open:output_type -> kvferry.v1.OpenResponse
+	7,  // 56: kvferry.v1.Engine.OpenArena:output_type -> kvferry.v1.OpenArenaResponse
+	9,  // 57: kvferry.v1.Engine.Close:output_type -> kvferry.v1.CloseResponse
+	12, // 58: kvferry.v1.Engine.Ingest:output_type -> kvferry.v1.IngestResponse
+	14, // 59: kvferry.v1.Engine.Reset:output_type -> kvferry.v1.ResetResponse
+	16, // 60: kvferry.v1.Engine.Remove:output_type -> kvferry.v1.RemoveResponse
+	21, // 61: kvferry.v1.Engine.Admit:output_type -> kvferry.v1.AdmitResponse
+	21, // 62: kvferry.v1.Engine.Stage:output_type -> kvferry.v1.AdmitResponse
+	23, // 63: kvferry.v1.Engine.Unstage:output_type -> kvferry.v1.UnstageResponse
+	25, // 64: kvferry.v1.Engine.Plan:output_type -> kvferry.v1.PlanResponse
+	29, // 65: kvferry.v1.Engine.Commit:output_type -> kvferry.v1.CommitResponse
+	32, // 66: kvferry.v1.Engine.Abort:output_type -> kvferry.v1.AbortResponse
+	34, // 67: kvferry.v1.Engine.Publish:output_type -> kvferry.v1.PublishResponse
+	36, // 68: kvferry.v1.Engine.AdmitRetrieve:output_type -> kvferry.v1.AdmitRetrieveResponse
+	38, // 69: kvferry.v1.Engine.Cancel:output_type -> kvferry.v1.CancelResponse
+	40, // 70: kvferry.v1.Engine.Release:output_type -> kvferry.v1.ReleaseResponse
+	42, // 71: kvferry.v1.Engine.Offload:output_type -> kvferry.v1.OffloadResponse
+	44, // 72: kvferry.v1.Engine.Reload:output_type -> kvferry.v1.ReloadResponse
+	46, // 73: kvferry.v1.Engine.IsOffloaded:output_type -> kvferry.v1.IsOffloadedResponse
+	48, // 74: kvferry.v1.Engine.Reclaimable:output_type -> kvferry.v1.ReclaimableResponse
+	50, // 75: kvferry.v1.Engine.WriteKV:output_type -> kvferry.v1.WriteKVResponse
+	52, // 76: kvferry.v1.Engine.ReadKV:output_type -> kvferry.v1.ReadKVResponse
+	54, // 77: kvferry.v1.Engine.ValidateWarmup:output_type -> kvferry.v1.ValidateWarmupResponse
+	56, // 78: kvferry.v1.Engine.Events:output_type -> kvferry.v1.Event
+	55, // [55:79] is the sub-list for method output_type
+	31, // [31:55] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_engine_proto_init() }
@@ -3155,7 +4404,7 @@ func file_engine_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_engine_proto_rawDesc), len(file_engine_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   43,
+			NumMessages:   64,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

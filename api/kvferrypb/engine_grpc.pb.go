@@ -19,21 +19,30 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Engine_Open_FullMethodName          = "/kvferry.v1.Engine/Open"
-	Engine_OpenArena_FullMethodName     = "/kvferry.v1.Engine/OpenArena"
-	Engine_Close_FullMethodName         = "/kvferry.v1.Engine/Close"
-	Engine_Ingest_FullMethodName        = "/kvferry.v1.Engine/Ingest"
-	Engine_Reset_FullMethodName         = "/kvferry.v1.Engine/Reset"
-	Engine_Remove_FullMethodName        = "/kvferry.v1.Engine/Remove"
-	Engine_Admit_FullMethodName         = "/kvferry.v1.Engine/Admit"
-	Engine_Plan_FullMethodName          = "/kvferry.v1.Engine/Plan"
-	Engine_Commit_FullMethodName        = "/kvferry.v1.Engine/Commit"
-	Engine_Abort_FullMethodName         = "/kvferry.v1.Engine/Abort"
-	Engine_Publish_FullMethodName       = "/kvferry.v1.Engine/Publish"
-	Engine_AdmitRetrieve_FullMethodName = "/kvferry.v1.Engine/AdmitRetrieve"
-	Engine_Cancel_FullMethodName        = "/kvferry.v1.Engine/Cancel"
-	Engine_Release_FullMethodName       = "/kvferry.v1.Engine/Release"
-	Engine_Events_FullMethodName        = "/kvferry.v1.Engine/Events"
+	Engine_Open_FullMethodName           = "/kvferry.v1.Engine/Open"
+	Engine_OpenArena_FullMethodName      = "/kvferry.v1.Engine/OpenArena"
+	Engine_Close_FullMethodName          = "/kvferry.v1.Engine/Close"
+	Engine_Ingest_FullMethodName         = "/kvferry.v1.Engine/Ingest"
+	Engine_Reset_FullMethodName          = "/kvferry.v1.Engine/Reset"
+	Engine_Remove_FullMethodName         = "/kvferry.v1.Engine/Remove"
+	Engine_Admit_FullMethodName          = "/kvferry.v1.Engine/Admit"
+	Engine_Stage_FullMethodName          = "/kvferry.v1.Engine/Stage"
+	Engine_Unstage_FullMethodName        = "/kvferry.v1.Engine/Unstage"
+	Engine_Plan_FullMethodName           = "/kvferry.v1.Engine/Plan"
+	Engine_Commit_FullMethodName         = "/kvferry.v1.Engine/Commit"
+	Engine_Abort_FullMethodName          = "/kvferry.v1.Engine/Abort"
+	Engine_Publish_FullMethodName        = "/kvferry.v1.Engine/Publish"
+	Engine_AdmitRetrieve_FullMethodName  = "/kvferry.v1.Engine/AdmitRetrieve"
+	Engine_Cancel_FullMethodName         = "/kvferry.v1.Engine/Cancel"
+	Engine_Release_FullMethodName        = "/kvferry.v1.Engine/Release"
+	Engine_Offload_FullMethodName        = "/kvferry.v1.Engine/Offload"
+	Engine_Reload_FullMethodName         = "/kvferry.v1.Engine/Reload"
+	Engine_IsOffloaded_FullMethodName    = "/kvferry.v1.Engine/IsOffloaded"
+	Engine_Reclaimable_FullMethodName    = "/kvferry.v1.Engine/Reclaimable"
+	Engine_WriteKV_FullMethodName        = "/kvferry.v1.Engine/WriteKV"
+	Engine_ReadKV_FullMethodName         = "/kvferry.v1.Engine/ReadKV"
+	Engine_ValidateWarmup_FullMethodName = "/kvferry.v1.Engine/ValidateWarmup"
+	Engine_Events_FullMethodName         = "/kvferry.v1.Engine/Events"
 )
 
 // EngineClient is the client API for Engine service.
@@ -58,10 +67,15 @@ type EngineClient interface {
 	// Remove ends the request. It returns when its pages are safe: seal words
 	// are cleared, reads have drained or are in quarantine.
 	Remove(ctx context.Context, in *RemoveRequest, opts ...grpc.CallOption) (*RemoveResponse, error)
-	// Admit reserves the pages of one step, all or none.
+	// Admit reserves the pages of one step, all or none. A step that was staged
+	// is taken as it is.
 	Admit(ctx context.Context, in *AdmitRequest, opts ...grpc.CallOption) (*AdmitResponse, error)
+	// Stage admits a step ahead (M*'s pre-plan), one a session. Admit of an equal
+	// one gets it; another one drops it, as Unstage does.
+	Stage(ctx context.Context, in *AdmitRequest, opts ...grpc.CallOption) (*AdmitResponse, error)
+	Unstage(ctx context.Context, in *UnstageRequest, opts ...grpc.CallOption) (*UnstageResponse, error)
 	Plan(ctx context.Context, in *PlanRequest, opts ...grpc.CallOption) (*PlanResponse, error)
-	// Commit makes the step's tokens part of the streams, then publishes.
+	// Commit makes the step's tokens and forks part of the streams, then publishes.
 	Commit(ctx context.Context, in *CommitRequest, opts ...grpc.CallOption) (*CommitResponse, error)
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
 	Publish(ctx context.Context, in *PublishRequest, opts ...grpc.CallOption) (*PublishResponse, error)
@@ -75,6 +89,21 @@ type EngineClient interface {
 	Cancel(ctx context.Context, in *CancelRequest, opts ...grpc.CallOption) (*CancelResponse, error)
 	// Release says that a reference will not be read; the owner counts it as declined.
 	Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error)
+	// Offload moves a request's tokens to the host, as far as they fit there, and
+	// Reload brings them back: all or none. Both return when it is done.
+	Offload(ctx context.Context, in *OffloadRequest, opts ...grpc.CallOption) (*OffloadResponse, error)
+	Reload(ctx context.Context, in *ReloadRequest, opts ...grpc.CallOption) (*ReloadResponse, error)
+	IsOffloaded(ctx context.Context, in *IsOffloadedRequest, opts ...grpc.CallOption) (*IsOffloadedResponse, error)
+	Reclaimable(ctx context.Context, in *ReclaimableRequest, opts ...grpc.CallOption) (*ReclaimableResponse, error)
+	// WriteKV writes the new tokens of one plan label in one layer of one rank,
+	// where the step's plan says; ReadKV reads them back. For tools and tests:
+	// engines map the arena. A message is at most 4 MiB.
+	WriteKV(ctx context.Context, in *WriteKVRequest, opts ...grpc.CallOption) (*WriteKVResponse, error)
+	ReadKV(ctx context.Context, in *ReadKVRequest, opts ...grpc.CallOption) (*ReadKVResponse, error)
+	// ValidateWarmup checks that after warm-up every rank of the engine, on all
+	// nodes of the group, has as many free pages as every other.
+	// FAILED_PRECONDITION names those that differ, with their values.
+	ValidateWarmup(ctx context.Context, in *ValidateWarmupRequest, opts ...grpc.CallOption) (*ValidateWarmupResponse, error)
 	// Events delivers every terminal event once, from after+1 of the first
 	// request on. Every request acknowledges: events up to after are forgotten.
 	Events(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[EventsRequest, Event], error)
@@ -158,6 +187,26 @@ func (c *engineClient) Admit(ctx context.Context, in *AdmitRequest, opts ...grpc
 	return out, nil
 }
 
+func (c *engineClient) Stage(ctx context.Context, in *AdmitRequest, opts ...grpc.CallOption) (*AdmitResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AdmitResponse)
+	err := c.cc.Invoke(ctx, Engine_Stage_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) Unstage(ctx context.Context, in *UnstageRequest, opts ...grpc.CallOption) (*UnstageResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnstageResponse)
+	err := c.cc.Invoke(ctx, Engine_Unstage_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *engineClient) Plan(ctx context.Context, in *PlanRequest, opts ...grpc.CallOption) (*PlanResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(PlanResponse)
@@ -228,6 +277,76 @@ func (c *engineClient) Release(ctx context.Context, in *ReleaseRequest, opts ...
 	return out, nil
 }
 
+func (c *engineClient) Offload(ctx context.Context, in *OffloadRequest, opts ...grpc.CallOption) (*OffloadResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(OffloadResponse)
+	err := c.cc.Invoke(ctx, Engine_Offload_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) Reload(ctx context.Context, in *ReloadRequest, opts ...grpc.CallOption) (*ReloadResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReloadResponse)
+	err := c.cc.Invoke(ctx, Engine_Reload_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) IsOffloaded(ctx context.Context, in *IsOffloadedRequest, opts ...grpc.CallOption) (*IsOffloadedResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(IsOffloadedResponse)
+	err := c.cc.Invoke(ctx, Engine_IsOffloaded_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) Reclaimable(ctx context.Context, in *ReclaimableRequest, opts ...grpc.CallOption) (*ReclaimableResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReclaimableResponse)
+	err := c.cc.Invoke(ctx, Engine_Reclaimable_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) WriteKV(ctx context.Context, in *WriteKVRequest, opts ...grpc.CallOption) (*WriteKVResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(WriteKVResponse)
+	err := c.cc.Invoke(ctx, Engine_WriteKV_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) ReadKV(ctx context.Context, in *ReadKVRequest, opts ...grpc.CallOption) (*ReadKVResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReadKVResponse)
+	err := c.cc.Invoke(ctx, Engine_ReadKV_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *engineClient) ValidateWarmup(ctx context.Context, in *ValidateWarmupRequest, opts ...grpc.CallOption) (*ValidateWarmupResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ValidateWarmupResponse)
+	err := c.cc.Invoke(ctx, Engine_ValidateWarmup_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *engineClient) Events(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[EventsRequest, Event], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &Engine_ServiceDesc.Streams[0], Engine_Events_FullMethodName, cOpts...)
@@ -263,10 +382,15 @@ type EngineServer interface {
 	// Remove ends the request. It returns when its pages are safe: seal words
 	// are cleared, reads have drained or are in quarantine.
 	Remove(context.Context, *RemoveRequest) (*RemoveResponse, error)
-	// Admit reserves the pages of one step, all or none.
+	// Admit reserves the pages of one step, all or none. A step that was staged
+	// is taken as it is.
 	Admit(context.Context, *AdmitRequest) (*AdmitResponse, error)
+	// Stage admits a step ahead (M*'s pre-plan), one a session. Admit of an equal
+	// one gets it; another one drops it, as Unstage does.
+	Stage(context.Context, *AdmitRequest) (*AdmitResponse, error)
+	Unstage(context.Context, *UnstageRequest) (*UnstageResponse, error)
 	Plan(context.Context, *PlanRequest) (*PlanResponse, error)
-	// Commit makes the step's tokens part of the streams, then publishes.
+	// Commit makes the step's tokens and forks part of the streams, then publishes.
 	Commit(context.Context, *CommitRequest) (*CommitResponse, error)
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
 	Publish(context.Context, *PublishRequest) (*PublishResponse, error)
@@ -280,6 +404,21 @@ type EngineServer interface {
 	Cancel(context.Context, *CancelRequest) (*CancelResponse, error)
 	// Release says that a reference will not be read; the owner counts it as declined.
 	Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error)
+	// Offload moves a request's tokens to the host, as far as they fit there, and
+	// Reload brings them back: all or none. Both return when it is done.
+	Offload(context.Context, *OffloadRequest) (*OffloadResponse, error)
+	Reload(context.Context, *ReloadRequest) (*ReloadResponse, error)
+	IsOffloaded(context.Context, *IsOffloadedRequest) (*IsOffloadedResponse, error)
+	Reclaimable(context.Context, *ReclaimableRequest) (*ReclaimableResponse, error)
+	// WriteKV writes the new tokens of one plan label in one layer of one rank,
+	// where the step's plan says; ReadKV reads them back. For tools and tests:
+	// engines map the arena. A message is at most 4 MiB.
+	WriteKV(context.Context, *WriteKVRequest) (*WriteKVResponse, error)
+	ReadKV(context.Context, *ReadKVRequest) (*ReadKVResponse, error)
+	// ValidateWarmup checks that after warm-up every rank of the engine, on all
+	// nodes of the group, has as many free pages as every other.
+	// FAILED_PRECONDITION names those that differ, with their values.
+	ValidateWarmup(context.Context, *ValidateWarmupRequest) (*ValidateWarmupResponse, error)
 	// Events delivers every terminal event once, from after+1 of the first
 	// request on. Every request acknowledges: events up to after are forgotten.
 	Events(grpc.BidiStreamingServer[EventsRequest, Event]) error
@@ -314,6 +453,12 @@ func (UnimplementedEngineServer) Remove(context.Context, *RemoveRequest) (*Remov
 func (UnimplementedEngineServer) Admit(context.Context, *AdmitRequest) (*AdmitResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Admit not implemented")
 }
+func (UnimplementedEngineServer) Stage(context.Context, *AdmitRequest) (*AdmitResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Stage not implemented")
+}
+func (UnimplementedEngineServer) Unstage(context.Context, *UnstageRequest) (*UnstageResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Unstage not implemented")
+}
 func (UnimplementedEngineServer) Plan(context.Context, *PlanRequest) (*PlanResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Plan not implemented")
 }
@@ -334,6 +479,27 @@ func (UnimplementedEngineServer) Cancel(context.Context, *CancelRequest) (*Cance
 }
 func (UnimplementedEngineServer) Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Release not implemented")
+}
+func (UnimplementedEngineServer) Offload(context.Context, *OffloadRequest) (*OffloadResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Offload not implemented")
+}
+func (UnimplementedEngineServer) Reload(context.Context, *ReloadRequest) (*ReloadResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Reload not implemented")
+}
+func (UnimplementedEngineServer) IsOffloaded(context.Context, *IsOffloadedRequest) (*IsOffloadedResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method IsOffloaded not implemented")
+}
+func (UnimplementedEngineServer) Reclaimable(context.Context, *ReclaimableRequest) (*ReclaimableResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Reclaimable not implemented")
+}
+func (UnimplementedEngineServer) WriteKV(context.Context, *WriteKVRequest) (*WriteKVResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method WriteKV not implemented")
+}
+func (UnimplementedEngineServer) ReadKV(context.Context, *ReadKVRequest) (*ReadKVResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReadKV not implemented")
+}
+func (UnimplementedEngineServer) ValidateWarmup(context.Context, *ValidateWarmupRequest) (*ValidateWarmupResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ValidateWarmup not implemented")
 }
 func (UnimplementedEngineServer) Events(grpc.BidiStreamingServer[EventsRequest, Event]) error {
 	return status.Error(codes.Unimplemented, "method Events not implemented")
@@ -485,6 +651,42 @@ func _Engine_Admit_Handler(srv interface{}, ctx context.Context, dec func(interf
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Engine_Stage_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AdmitRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).Stage(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_Stage_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).Stage(ctx, req.(*AdmitRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_Unstage_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnstageRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).Unstage(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_Unstage_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).Unstage(ctx, req.(*UnstageRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Engine_Plan_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(PlanRequest)
 	if err := dec(in); err != nil {
@@ -611,6 +813,132 @@ func _Engine_Release_Handler(srv interface{}, ctx context.Context, dec func(inte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Engine_Offload_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(OffloadRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).Offload(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_Offload_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).Offload(ctx, req.(*OffloadRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_Reload_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReloadRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).Reload(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_Reload_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).Reload(ctx, req.(*ReloadRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_IsOffloaded_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(IsOffloadedRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).IsOffloaded(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_IsOffloaded_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).IsOffloaded(ctx, req.(*IsOffloadedRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_Reclaimable_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReclaimableRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).Reclaimable(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_Reclaimable_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).Reclaimable(ctx, req.(*ReclaimableRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_WriteKV_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(WriteKVRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).WriteKV(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_WriteKV_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).WriteKV(ctx, req.(*WriteKVRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_ReadKV_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReadKVRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).ReadKV(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_ReadKV_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).ReadKV(ctx, req.(*ReadKVRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Engine_ValidateWarmup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ValidateWarmupRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).ValidateWarmup(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_ValidateWarmup_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).ValidateWarmup(ctx, req.(*ValidateWarmupRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Engine_Events_Handler(srv interface{}, stream grpc.ServerStream) error {
 	return srv.(EngineServer).Events(&grpc.GenericServerStream[EventsRequest, Event]{ServerStream: stream})
 }
@@ -654,6 +982,14 @@ var Engine_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Engine_Admit_Handler,
 		},
 		{
+			MethodName: "Stage",
+			Handler:    _Engine_Stage_Handler,
+		},
+		{
+			MethodName: "Unstage",
+			Handler:    _Engine_Unstage_Handler,
+		},
+		{
 			MethodName: "Plan",
 			Handler:    _Engine_Plan_Handler,
 		},
@@ -680,6 +1016,34 @@ var Engine_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Release",
 			Handler:    _Engine_Release_Handler,
+		},
+		{
+			MethodName: "Offload",
+			Handler:    _Engine_Offload_Handler,
+		},
+		{
+			MethodName: "Reload",
+			Handler:    _Engine_Reload_Handler,
+		},
+		{
+			MethodName: "IsOffloaded",
+			Handler:    _Engine_IsOffloaded_Handler,
+		},
+		{
+			MethodName: "Reclaimable",
+			Handler:    _Engine_Reclaimable_Handler,
+		},
+		{
+			MethodName: "WriteKV",
+			Handler:    _Engine_WriteKV_Handler,
+		},
+		{
+			MethodName: "ReadKV",
+			Handler:    _Engine_ReadKV_Handler,
+		},
+		{
+			MethodName: "ValidateWarmup",
+			Handler:    _Engine_ValidateWarmup_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -691,8 +691,11 @@ func (x *LookupRequest) GetRequest() string {
 }
 
 type LookupResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Announcement  *Announcement          `protobuf:"bytes,1,opt,name=announcement,proto3" json:"announcement,omitempty"`
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	Announcement *Announcement          `protobuf:"bytes,1,opt,name=announcement,proto3" json:"announcement,omitempty"`
+	// The publication that was asked for has ended, because its pages went to the
+	// host or changed places: this one has the same tokens and goes on for it.
+	Continues     bool `protobuf:"varint,2,opt,name=continues,proto3" json:"continues,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -732,6 +735,13 @@ func (x *LookupResponse) GetAnnouncement() *Announcement {
 		return x.Announcement
 	}
 	return nil
+}
+
+func (x *LookupResponse) GetContinues() bool {
+	if x != nil {
+		return x.Continues
+	}
+	return false
 }
 
 type SnapshotRequest struct {
@@ -1142,6 +1152,126 @@ func (x *CompleteResponse) GetResults() []string {
 	return nil
 }
 
+type WarmupRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Incarnation   uint64                 `protobuf:"varint,1,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the node that is asked
+	Group         string                 `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WarmupRequest) Reset() {
+	*x = WarmupRequest{}
+	mi := &file_peer_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WarmupRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WarmupRequest) ProtoMessage() {}
+
+func (x *WarmupRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_peer_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WarmupRequest.ProtoReflect.Descriptor instead.
+func (*WarmupRequest) Descriptor() ([]byte, []int) {
+	return file_peer_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *WarmupRequest) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *WarmupRequest) GetGroup() string {
+	if x != nil {
+		return x.Group
+	}
+	return ""
+}
+
+type WarmupResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ranks         []uint32               `protobuf:"varint,1,rep,packed,name=ranks,proto3" json:"ranks,omitempty"` // local ones
+	WorldSize     uint32                 `protobuf:"varint,2,opt,name=world_size,json=worldSize,proto3" json:"world_size,omitempty"`
+	FreePages     uint32                 `protobuf:"varint,3,opt,name=free_pages,json=freePages,proto3" json:"free_pages,omitempty"` // of each
+	TotalPages    uint32                 `protobuf:"varint,4,opt,name=total_pages,json=totalPages,proto3" json:"total_pages,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WarmupResponse) Reset() {
+	*x = WarmupResponse{}
+	mi := &file_peer_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WarmupResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WarmupResponse) ProtoMessage() {}
+
+func (x *WarmupResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_peer_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WarmupResponse.ProtoReflect.Descriptor instead.
+func (*WarmupResponse) Descriptor() ([]byte, []int) {
+	return file_peer_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *WarmupResponse) GetRanks() []uint32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
+func (x *WarmupResponse) GetWorldSize() uint32 {
+	if x != nil {
+		return x.WorldSize
+	}
+	return 0
+}
+
+func (x *WarmupResponse) GetFreePages() uint32 {
+	if x != nil {
+		return x.FreePages
+	}
+	return 0
+}
+
+func (x *WarmupResponse) GetTotalPages() uint32 {
+	if x != nil {
+		return x.TotalPages
+	}
+	return 0
+}
+
 // One a item, in order: how long the lease lasts, or why there is none.
 type LeaseResponse_Result struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1153,7 +1283,7 @@ type LeaseResponse_Result struct {
 
 func (x *LeaseResponse_Result) Reset() {
 	*x = LeaseResponse_Result{}
-	mi := &file_peer_proto_msgTypes[19]
+	mi := &file_peer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1165,7 +1295,7 @@ func (x *LeaseResponse_Result) String() string {
 func (*LeaseResponse_Result) ProtoMessage() {}
 
 func (x *LeaseResponse_Result) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[19]
+	mi := &file_peer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1244,9 +1374,10 @@ const file_peer_proto_rawDesc = "" +
 	"\rLookupRequest\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\x04R\vincarnation\x12\x1a\n" +
 	"\bsequence\x18\x02 \x01(\x04R\bsequence\x12\x18\n" +
-	"\arequest\x18\x03 \x01(\tR\arequest\"N\n" +
+	"\arequest\x18\x03 \x01(\tR\arequest\"l\n" +
 	"\x0eLookupResponse\x12<\n" +
-	"\fannouncement\x18\x01 \x01(\v2\x18.kvferry.v1.AnnouncementR\fannouncement\"3\n" +
+	"\fannouncement\x18\x01 \x01(\v2\x18.kvferry.v1.AnnouncementR\fannouncement\x12\x1c\n" +
+	"\tcontinues\x18\x02 \x01(\bR\tcontinues\"3\n" +
 	"\x0fSnapshotRequest\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\x04R\vincarnation\"(\n" +
 	"\fSnapshotItem\x12\x18\n" +
@@ -1279,14 +1410,26 @@ const file_peer_proto_rawDesc = "" +
 	"\x06reader\x18\x02 \x01(\v2\x10.kvferry.v1.LifeR\x06reader\x12.\n" +
 	"\x05items\x18\x03 \x03(\v2\x18.kvferry.v1.CompleteItemR\x05items\",\n" +
 	"\x10CompleteResponse\x12\x18\n" +
-	"\aresults\x18\x01 \x03(\tR\aresults2\x8e\x03\n" +
+	"\aresults\x18\x01 \x03(\tR\aresults\"G\n" +
+	"\rWarmupRequest\x12 \n" +
+	"\vincarnation\x18\x01 \x01(\x04R\vincarnation\x12\x14\n" +
+	"\x05group\x18\x02 \x01(\tR\x05group\"\x85\x01\n" +
+	"\x0eWarmupResponse\x12\x14\n" +
+	"\x05ranks\x18\x01 \x03(\rR\x05ranks\x12\x1d\n" +
+	"\n" +
+	"world_size\x18\x02 \x01(\rR\tworldSize\x12\x1d\n" +
+	"\n" +
+	"free_pages\x18\x03 \x01(\rR\tfreePages\x12\x1f\n" +
+	"\vtotal_pages\x18\x04 \x01(\rR\n" +
+	"totalPages2\xcf\x03\n" +
 	"\x04Peer\x12<\n" +
 	"\x05Hello\x12\x18.kvferry.v1.HelloRequest\x1a\x19.kvferry.v1.HelloResponse\x12=\n" +
 	"\x04Push\x12\x17.kvferry.v1.PushRequest\x1a\x18.kvferry.v1.PushResponse(\x010\x01\x12?\n" +
 	"\x06Lookup\x12\x19.kvferry.v1.LookupRequest\x1a\x1a.kvferry.v1.LookupResponse\x12C\n" +
 	"\bSnapshot\x12\x1b.kvferry.v1.SnapshotRequest\x1a\x18.kvferry.v1.SnapshotItem0\x01\x12<\n" +
 	"\x05Lease\x12\x18.kvferry.v1.LeaseRequest\x1a\x19.kvferry.v1.LeaseResponse\x12E\n" +
-	"\bComplete\x12\x1b.kvferry.v1.CompleteRequest\x1a\x1c.kvferry.v1.CompleteResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
+	"\bComplete\x12\x1b.kvferry.v1.CompleteRequest\x1a\x1c.kvferry.v1.CompleteResponse\x12?\n" +
+	"\x06Warmup\x12\x19.kvferry.v1.WarmupRequest\x1a\x1a.kvferry.v1.WarmupResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
 
 var (
 	file_peer_proto_rawDescOnce sync.Once
@@ -1301,7 +1444,7 @@ func file_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_peer_proto_goTypes = []any{
 	(CompleteItem_Outcome)(0),    // 0: kvferry.v1.CompleteItem.Outcome
 	(*Life)(nil),                 // 1: kvferry.v1.Life
@@ -1323,16 +1466,18 @@ var file_peer_proto_goTypes = []any{
 	(*CompleteItem)(nil),         // 17: kvferry.v1.CompleteItem
 	(*CompleteRequest)(nil),      // 18: kvferry.v1.CompleteRequest
 	(*CompleteResponse)(nil),     // 19: kvferry.v1.CompleteResponse
-	(*LeaseResponse_Result)(nil), // 20: kvferry.v1.LeaseResponse.Result
-	(*Geometry)(nil),             // 21: kvferry.v1.Geometry
+	(*WarmupRequest)(nil),        // 20: kvferry.v1.WarmupRequest
+	(*WarmupResponse)(nil),       // 21: kvferry.v1.WarmupResponse
+	(*LeaseResponse_Result)(nil), // 22: kvferry.v1.LeaseResponse.Result
+	(*Geometry)(nil),             // 23: kvferry.v1.Geometry
 }
 var file_peer_proto_depIdxs = []int32{
 	1,  // 0: kvferry.v1.HelloRequest.from:type_name -> kvferry.v1.Life
-	21, // 1: kvferry.v1.HelloRequest.geometry:type_name -> kvferry.v1.Geometry
+	23, // 1: kvferry.v1.HelloRequest.geometry:type_name -> kvferry.v1.Geometry
 	2,  // 2: kvferry.v1.HelloRequest.arenas:type_name -> kvferry.v1.Arena
 	3,  // 3: kvferry.v1.HelloRequest.transports:type_name -> kvferry.v1.Transport
 	1,  // 4: kvferry.v1.HelloResponse.life:type_name -> kvferry.v1.Life
-	21, // 5: kvferry.v1.HelloResponse.geometry:type_name -> kvferry.v1.Geometry
+	23, // 5: kvferry.v1.HelloResponse.geometry:type_name -> kvferry.v1.Geometry
 	2,  // 6: kvferry.v1.HelloResponse.arenas:type_name -> kvferry.v1.Arena
 	3,  // 7: kvferry.v1.HelloResponse.transports:type_name -> kvferry.v1.Transport
 	1,  // 8: kvferry.v1.PushRequest.from:type_name -> kvferry.v1.Life
@@ -1341,7 +1486,7 @@ var file_peer_proto_depIdxs = []int32{
 	6,  // 11: kvferry.v1.LookupResponse.announcement:type_name -> kvferry.v1.Announcement
 	1,  // 12: kvferry.v1.LeaseRequest.reader:type_name -> kvferry.v1.Life
 	14, // 13: kvferry.v1.LeaseRequest.items:type_name -> kvferry.v1.LeaseItem
-	20, // 14: kvferry.v1.LeaseResponse.results:type_name -> kvferry.v1.LeaseResponse.Result
+	22, // 14: kvferry.v1.LeaseResponse.results:type_name -> kvferry.v1.LeaseResponse.Result
 	0,  // 15: kvferry.v1.CompleteItem.outcome:type_name -> kvferry.v1.CompleteItem.Outcome
 	1,  // 16: kvferry.v1.CompleteRequest.reader:type_name -> kvferry.v1.Life
 	17, // 17: kvferry.v1.CompleteRequest.items:type_name -> kvferry.v1.CompleteItem
@@ -1351,14 +1496,16 @@ var file_peer_proto_depIdxs = []int32{
 	12, // 21: kvferry.v1.Peer.Snapshot:input_type -> kvferry.v1.SnapshotRequest
 	15, // 22: kvferry.v1.Peer.Lease:input_type -> kvferry.v1.LeaseRequest
 	18, // 23: kvferry.v1.Peer.Complete:input_type -> kvferry.v1.CompleteRequest
-	5,  // 24: kvferry.v1.Peer.Hello:output_type -> kvferry.v1.HelloResponse
-	9,  // 25: kvferry.v1.Peer.Push:output_type -> kvferry.v1.PushResponse
-	11, // 26: kvferry.v1.Peer.Lookup:output_type -> kvferry.v1.LookupResponse
-	13, // 27: kvferry.v1.Peer.Snapshot:output_type -> kvferry.v1.SnapshotItem
-	16, // 28: kvferry.v1.Peer.Lease:output_type -> kvferry.v1.LeaseResponse
-	19, // 29: kvferry.v1.Peer.Complete:output_type -> kvferry.v1.CompleteResponse
-	24, // [24:30] is the sub-list for method output_type
-	18, // [18:24] is the sub-list for method input_type
+	20, // 24: kvferry.v1.Peer.Warmup:input_type -> kvferry.v1.WarmupRequest
+	5,  // 25: kvferry.v1.Peer.Hello:output_type -> kvferry.v1.HelloResponse
+	9,  // 26: kvferry.v1.Peer.Push:output_type -> kvferry.v1.PushResponse
+	11, // 27: kvferry.v1.Peer.Lookup:output_type -> kvferry.v1.LookupResponse
+	13, // 28: kvferry.v1.Peer.Snapshot:output_type -> kvferry.v1.SnapshotItem
+	16, // 29: kvferry.v1.Peer.Lease:output_type -> kvferry.v1.LeaseResponse
+	19, // 30: kvferry.v1.Peer.Complete:output_type -> kvferry.v1.CompleteResponse
+	21, // 31: kvferry.v1.Peer.Warmup:output_type -> kvferry.v1.WarmupResponse
+	25, // [25:32] is the sub-list for method output_type
+	18, // [18:25] is the sub-list for method input_type
 	18, // [18:18] is the sub-list for extension type_name
 	18, // [18:18] is the sub-list for extension extendee
 	0,  // [0:18] is the sub-list for field type_name
@@ -1380,7 +1527,7 @@ func file_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_peer_proto_rawDesc), len(file_peer_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   20,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -25,6 +25,7 @@ const (
 	Peer_Snapshot_FullMethodName = "/kvferry.v1.Peer/Snapshot"
 	Peer_Lease_FullMethodName    = "/kvferry.v1.Peer/Lease"
 	Peer_Complete_FullMethodName = "/kvferry.v1.Peer/Complete"
+	Peer_Warmup_FullMethodName   = "/kvferry.v1.Peer/Warmup"
 )
 
 // PeerClient is the client API for Peer service.
@@ -47,6 +48,8 @@ type PeerClient interface {
 	Lease(ctx context.Context, in *LeaseRequest, opts ...grpc.CallOption) (*LeaseResponse, error)
 	// Complete ends leases.
 	Complete(ctx context.Context, in *CompleteRequest, opts ...grpc.CallOption) (*CompleteResponse, error)
+	// Warmup is what another node of the group compares with its own.
+	Warmup(ctx context.Context, in *WarmupRequest, opts ...grpc.CallOption) (*WarmupResponse, error)
 }
 
 type peerClient struct {
@@ -129,6 +132,16 @@ func (c *peerClient) Complete(ctx context.Context, in *CompleteRequest, opts ...
 	return out, nil
 }
 
+func (c *peerClient) Warmup(ctx context.Context, in *WarmupRequest, opts ...grpc.CallOption) (*WarmupResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(WarmupResponse)
+	err := c.cc.Invoke(ctx, Peer_Warmup_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // PeerServer is the server API for Peer service.
 // All implementations must embed UnimplementedPeerServer
 // for forward compatibility.
@@ -149,6 +162,8 @@ type PeerServer interface {
 	Lease(context.Context, *LeaseRequest) (*LeaseResponse, error)
 	// Complete ends leases.
 	Complete(context.Context, *CompleteRequest) (*CompleteResponse, error)
+	// Warmup is what another node of the group compares with its own.
+	Warmup(context.Context, *WarmupRequest) (*WarmupResponse, error)
 	mustEmbedUnimplementedPeerServer()
 }
 
@@ -176,6 +191,9 @@ func (UnimplementedPeerServer) Lease(context.Context, *LeaseRequest) (*LeaseResp
 }
 func (UnimplementedPeerServer) Complete(context.Context, *CompleteRequest) (*CompleteResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Complete not implemented")
+}
+func (UnimplementedPeerServer) Warmup(context.Context, *WarmupRequest) (*WarmupResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Warmup not implemented")
 }
 func (UnimplementedPeerServer) mustEmbedUnimplementedPeerServer() {}
 func (UnimplementedPeerServer) testEmbeddedByValue()              {}
@@ -288,6 +306,24 @@ func _Peer_Complete_Handler(srv interface{}, ctx context.Context, dec func(inter
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Peer_Warmup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(WarmupRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Warmup(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Warmup_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Warmup(ctx, req.(*WarmupRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Peer_ServiceDesc is the grpc.ServiceDesc for Peer service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -310,6 +346,10 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Complete",
 			Handler:    _Peer_Complete_Handler,
+		},
+		{
+			MethodName: "Warmup",
+			Handler:    _Peer_Warmup_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

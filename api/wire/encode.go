@@ -29,6 +29,8 @@ const (
 
 const (
 	flagFinal = 1
+
+	resident  = 0 // the state of a stream that has pages
 	lastState = 2
 )
 
@@ -62,6 +64,7 @@ type (
 		Label    uint8
 		RankMask uint64
 		List     uint8
+		Prefix   uint32
 		Start    uint32
 		Tokens   uint32
 		State    uint8

@@ -38,6 +38,7 @@ var (
 		u8,                           // label
 		u64,                          // rank mask
 		u8,                           // list
+		{is: number, max: maxTokens}, // prefix
 		{is: number, max: maxTokens}, // start
 		{is: number, max: maxTokens}, // tokens
 		{is: number, max: lastState}, // state

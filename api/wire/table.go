@@ -62,7 +62,7 @@ func newTableRecord(refs []Ref, lists [][]page.Index) (t tableRecord, err error)
 		label, _ := slices.BinarySearch(t.Labels, string(f.Label))
 		t.Refs[i] = refRecord{
 			Label: uint8(label), RankMask: f.RankMask, List: uint8(f.List),
-			Start: uint32(f.Start), Tokens: uint32(f.Tokens), State: f.State,
+			Prefix: uint32(f.Prefix), Start: uint32(f.Start), Tokens: uint32(f.Tokens), State: f.State,
 		}
 	}
 	if len(t.Labels) > id.MaxLabels {
@@ -97,7 +97,7 @@ func (t *tableRecord) table(maxPages int) (refs []Ref, lists [][]page.Index, err
 		}
 		refs[i] = Ref{
 			Label: id.Label(t.Labels[f.Label]), RankMask: f.RankMask, List: int(f.List),
-			Start: int(f.Start), Tokens: int(f.Tokens), State: f.State,
+			Prefix: int(f.Prefix), Start: int(f.Start), Tokens: int(f.Tokens), State: f.State,
 		}
 	}
 	if t.Lists != nil {
@@ -136,8 +136,12 @@ func validateTable(refs []Ref, lists [][]page.Index) error {
 			return fmt.Errorf("stream %d names page list %d of %d: %w", i, r.List, len(lists), ErrMessage)
 		case r.Start < 0 || r.Start > r.Tokens || r.Tokens > maxTokens:
 			return fmt.Errorf("stream %d has tokens %d to %d: %w", i, r.Start, r.Tokens, ErrMessage)
+		case r.Prefix < 0 || r.Prefix > 0 && r.Prefix >= r.Start:
+			return fmt.Errorf("stream %d keeps %d tokens of %d in front: %w", i, r.Prefix, r.Start, ErrMessage)
 		case r.State > lastState:
 			return fmt.Errorf("stream %d has state %d: %w", i, r.State, ErrMessage)
+		case r.State != resident && lists != nil && len(lists[r.List]) > 0:
+			return fmt.Errorf("stream %d has %d pages in state %d: %w", i, len(lists[r.List]), r.State, ErrMessage)
 		}
 		ranks[r.Label] = seen | r.RankMask
 	}

@@ -68,7 +68,8 @@ type Batch struct {
 	Releases      []id.Sequence
 }
 
-// Announcement is one entry of an owner's log: a publication, new or grown.
+// Announcement is one entry of an owner's log: a publication, new, grown, or in
+// another state.
 type Announcement struct {
 	Sequence     id.Sequence // above the batch's floor
 	Publication  id.Sequence // the first announcement of the same publication; above the floor, too
@@ -87,14 +88,17 @@ type Announcement struct {
 	Lists [][]page.Index
 }
 
-// Ref is one stream of an announcement.
+// Ref is one stream of an announcement. It offers the tokens [0, Prefix) and
+// [Start, Tokens); its list has their pages in this order, and both begin with a
+// page of their own.
 type Ref struct {
 	Label    id.Label
 	RankMask uint64 // the ranks that have it, not 0; a (label, rank) has one stream
 	List     int    // index in Lists, also if the lists do not travel along
-	Start    int    // tokens released in front; the list's first page holds token Start
-	Tokens   int    // length, Start included
-	State    uint8  // 0 resident, 1 offloading, 2 on host
+	Prefix   int    // tokens kept in front of those released; less than Start, or 0
+	Start    int    // the first token after those released; 0: none were
+	Tokens   int    // length, all that was released included
+	State    uint8  // 0 resident, 1 offloading, 2 on host; unless resident its list is empty
 }
 
 // Check is an owner's checkpoint: what its log holds, in a few bytes.
@@ -166,9 +170,9 @@ func Mix(x uint64) uint64 {
 // detects that two tables differ; it is no defence against forgery. It chains
 // h = Mix(h XOR word), from 0x6b76666572727931, over these 64-bit words: the
 // number of refs; for each ref the bytes of its label (their number, then
-// eight a word, little endian, padded with zeros), rank mask, list, start,
-// tokens, state; the number of lists; for each list its length, then its
-// pages, two a word, the first in the low half.
+// eight a word, little endian, padded with zeros), rank mask, list, prefix,
+// start, tokens, state; the number of lists; for each list its length, then
+// its pages, two a word, the first in the low half.
 func Digest(refs []Ref, lists [][]page.Index) uint64 {
 	d := digest(0x6b76666572727931)
 	d.add(uint64(len(refs)))
@@ -177,6 +181,7 @@ func Digest(refs []Ref, lists [][]page.Index) uint64 {
 		d.text(string(r.Label))
 		d.add(r.RankMask)
 		d.add(uint64(r.List))
+		d.add(uint64(r.Prefix))
 		d.add(uint64(r.Start))
 		d.add(uint64(r.Tokens))
 		d.add(uint64(r.State))

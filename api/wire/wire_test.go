@@ -70,14 +70,22 @@ func messages() map[string]Message {
 	one := []Ref{{Label: id.Main, RankMask: 1, Tokens: 1000}}
 	tp8 := []Ref{{Label: id.Main, RankMask: 0xff, Tokens: 8192}}
 	several := []Ref{
-		{Label: "draft", RankMask: 0b01, List: 1, Start: 32, Tokens: 100, State: 1},
-		{Label: "draft", RankMask: 0b10, List: 2, Tokens: 64, State: 2},
+		{Label: "draft", RankMask: 0b01, List: 1, Start: 32, Tokens: 100},
+		{Label: "draft", RankMask: 0b10, List: 2, Tokens: 64},
 		{Label: id.Main, RankMask: 1 << 63, List: 0, Tokens: 48},
 	}
+	// Two pages kept in front, three released, and the last one.
+	retained := []Ref{{Label: id.Main, RankMask: 3, Prefix: 32, Start: 80, Tokens: 90}}
+	away := []Ref{
+		{Label: "draft", RankMask: 3, Tokens: 64, State: 1},
+		{Label: id.Main, RankMask: 3, Prefix: 16, Start: 4096, Tokens: 5000, State: 2},
+	}
 	return map[string]Message{
-		"batch":  Batches{{Owner: owner, Incarnation: incarnation, Floor: 1200, Announcements: []Announcement{announcement(1204, 1203, one, contiguous(900, 63))}}},
-		"packed": Batches{{Owner: owner, Incarnation: incarnation, Floor: 0, Announcements: []Announcement{announcement(1, 1, tp8, shuffled(512, 1<<17))}}},
-		"digest": Batches{{Owner: owner, Incarnation: incarnation, Floor: 7, Announcements: []Announcement{withoutLists(announcement(9, 8, tp8, shuffled(512, 1<<17)))}}},
+		"batch":    Batches{{Owner: owner, Incarnation: incarnation, Floor: 1200, Announcements: []Announcement{announcement(1204, 1203, one, contiguous(900, 63))}}},
+		"packed":   Batches{{Owner: owner, Incarnation: incarnation, Floor: 0, Announcements: []Announcement{announcement(1, 1, tp8, shuffled(512, 1<<17))}}},
+		"digest":   Batches{{Owner: owner, Incarnation: incarnation, Floor: 7, Announcements: []Announcement{withoutLists(announcement(9, 8, tp8, shuffled(512, 1<<17)))}}},
+		"retained": Batches{{Owner: owner, Incarnation: incarnation, Announcements: []Announcement{announcement(3, 3, retained, []page.Index{7, 8, 12})}}},
+		"away":     Batches{{Owner: owner, Incarnation: incarnation, Announcements: []Announcement{announcement(6, 4, away, []page.Index{})}, Releases: []id.Sequence{4}}},
 		"several": Batches{
 			{Owner: owner, Incarnation: incarnation, Floor: 10, Releases: []id.Sequence{11, 12, 15, 400}, Announcements: []Announcement{
 				announcement(500, 16, several, contiguous(1, 3), descending(900, 5), []page.Index{7, 3, 70000, 2, 1}),
@@ -273,7 +281,12 @@ func anyAnnouncement(t *rapid.T, floor id.Sequence) Announcement {
 			Tokens:   rapid.IntRange(0, maxTokens).Draw(t, "tokens"),
 			State:    uint8(rapid.IntRange(0, lastState).Draw(t, "state")),
 		}
-		r.Start = rapid.IntRange(0, r.Tokens).Draw(t, "start")
+		if r.Start = rapid.IntRange(0, r.Tokens).Draw(t, "start"); r.Start > 0 {
+			r.Prefix = rapid.IntRange(0, r.Start-1).Draw(t, "prefix")
+		}
+		if r.State != resident {
+			lists[r.List] = []page.Index{}
+		}
 		if r.RankMask &^= ranks[r.Label]; r.RankMask == 0 {
 			continue
 		}
@@ -393,8 +406,14 @@ func TestEncodeRefuses(t *testing.T) {
 		"list out of range":            mutate(func(a *Announcement) { a.Refs[0].List = 1 }),
 		"list below 0":                 mutate(func(a *Announcement) { a.Refs[0].List = -1 }),
 		"starts after its end":         mutate(func(a *Announcement) { a.Refs[0].Start = 41 }),
+		"prefix below 0":               mutate(func(a *Announcement) { a.Refs[0].Prefix = -1 }),
+		"prefix and nothing released":  mutate(func(a *Announcement) { a.Refs[0].Prefix = 16 }),
+		"prefix up to the start":       mutate(func(a *Announcement) { a.Refs[0].Prefix, a.Refs[0].Start = 16, 16 }),
+		"prefix beyond the start":      mutate(func(a *Announcement) { a.Refs[0].Prefix, a.Refs[0].Start = 32, 16 }),
 		"too long":                     mutate(func(a *Announcement) { a.Refs[0].Tokens = 1 << 31 }),
 		"unknown state":                mutate(func(a *Announcement) { a.Refs[0].State = 3 }),
+		"pages while offloading":       mutate(func(a *Announcement) { a.Refs[0].State = 1 }),
+		"pages on the host":            mutate(func(a *Announcement) { a.Refs[0].State = 2 }),
 		"no label":                     mutate(func(a *Announcement) { a.Refs[0].Label = "" }),
 		"lists without streams":        mutate(func(a *Announcement) { a.Refs = nil }),
 		"releases not ascending":       Batches{{Floor: 3, Releases: []id.Sequence{4, 4}}},
@@ -462,8 +481,14 @@ func TestDecodeRefuses(t *testing.T) {
 		"no rank":                   func(a *announcementRecord) { a.Refs[0].RankMask = 0 },
 		"rank twice":                func(a *announcementRecord) { a.Refs = append(a.Refs, a.Refs[0]) },
 		"starts after its end":      func(a *announcementRecord) { a.Refs[0].Start = 41 },
+		"prefix, nothing released":  func(a *announcementRecord) { a.Refs[0].Prefix = 16 },
+		"prefix up to the start":    func(a *announcementRecord) { a.Refs[0].Prefix, a.Refs[0].Start = 16, 16 },
+		"prefix beyond the start":   func(a *announcementRecord) { a.Refs[0].Prefix, a.Refs[0].Start = 32, 16 },
+		"prefix too long":           func(a *announcementRecord) { a.Refs[0].Prefix = 1 << 31 },
 		"too long":                  func(a *announcementRecord) { a.Refs[0].Tokens = 1 << 31 },
 		"unknown state":             func(a *announcementRecord) { a.Refs[0].State = 3 },
+		"pages while offloading":    func(a *announcementRecord) { a.Refs[0].State = 1 },
+		"pages on the host":         func(a *announcementRecord) { a.Refs[0].State = 2 },
 		"lists without streams":     func(a *announcementRecord) { a.Refs = []refRecord{} },
 		"pages do not add up":       func(a *announcementRecord) { a.Pages++ },
 		"digest of something else":  func(a *announcementRecord) { a.Digest++ },
@@ -522,6 +547,34 @@ func TestDecodeRefuses(t *testing.T) {
 	}
 }
 
+// TestDigestTellsApart: a table that differs in anything has another digest.
+func TestDigestTellsApart(t *testing.T) {
+	digest := func(change func(r *Ref, list []page.Index)) uint64 {
+		refs := []Ref{{Label: id.Main, RankMask: 3, Prefix: 16, Start: 48, Tokens: 80}}
+		list := contiguous(5, 3)
+		change(&refs[0], list)
+		return Digest(refs, [][]page.Index{list})
+	}
+	seen := map[uint64]string{}
+	for name, change := range map[string]func(r *Ref, list []page.Index){
+		"nothing": func(*Ref, []page.Index) {},
+		"label":   func(r *Ref, _ []page.Index) { r.Label = "draft" },
+		"ranks":   func(r *Ref, _ []page.Index) { r.RankMask = 1 },
+		"list":    func(r *Ref, _ []page.Index) { r.List = 1 },
+		"prefix":  func(r *Ref, _ []page.Index) { r.Prefix = 32 },
+		"start":   func(r *Ref, _ []page.Index) { r.Start = 32 },
+		"tokens":  func(r *Ref, _ []page.Index) { r.Tokens = 81 },
+		"state":   func(r *Ref, _ []page.Index) { r.State = 2 },
+		"pages":   func(_ *Ref, list []page.Index) { list[2] = 9 },
+	} {
+		d := digest(change)
+		if other, ok := seen[d]; ok {
+			t.Errorf("another %s has the digest of another %s", name, other)
+		}
+		seen[d] = name
+	}
+}
+
 func TestPagesAreBoundedOverTheWholeMessage(t *testing.T) {
 	refs := []Ref{{Label: id.Main, RankMask: 1}}
 	b := Batch{Owner: 1, Incarnation: 2}
@@ -554,10 +607,10 @@ func TestUnknownVersionOrKind(t *testing.T) {
 // TestNewFieldsAreSkipped: every record of a later minor version may end in
 // more fields, of whatever kind.
 func TestNewFieldsAreSkipped(t *testing.T) {
-	// announcement with 12 fields and 4 more, its ref with 6 and 1 more
+	// announcement with 12 fields and 4 more, its ref with 7 and 1 more
 	announcement := []byte{
 		0xdc, 0, 16, 2, 1, 0xc4, 16, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 77, 0, 100, 1, 9, 3,
-		0x91, 0xa4, 'm', 'a', 'i', 'n', 0x91, 0x97, 0, 1, 0, 0, 40, 0, 0xc0, 0xc0,
+		0x91, 0xa4, 'm', 'a', 'i', 'n', 0x91, 0x98, 0, 1, 0, 0, 0, 40, 0, 0xc0, 0xc0,
 		0x82, 0xa1, 'a', 0x92, 1, 2, 0xa1, 'b', 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0xc7, 2, 5, 0, 0, 0xd6, 1, 0, 0, 0, 0, 0xd2, 0, 0, 0, 1,
 	}
 	b := append([]byte{magic, version, kindBatch, 0x91, 0x97, 1, 2, 10, 0x91}, announcement...)
