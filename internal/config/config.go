@@ -11,8 +11,7 @@
 //
 // The file is YAML of the plain kind: groups, keys, scalars, lists. Unknown
 // and repeated keys are errors, and so are anchors, aliases, tags, and a second
-// document. What is not built yet has no key: there is no host tier, no memory of
-// a GPU.
+// document. What is not built yet has no key: there is no memory of a GPU.
 package config
 
 import (
@@ -82,7 +81,15 @@ type Arena struct {
 	Model    string `yaml:"model"`
 	Revision string `yaml:"revision"`
 
-	Pages    Pages  `yaml:"pages"`     // of one rank, the sink page included: a count, or a size
+	Pages Pages `yaml:"pages"` // of one rank, the sink page included: a count, or a size
+	// HostPages is what each rank has in host memory besides, for tokens that are
+	// offloaded; none: there is no host tier.
+	HostPages Pages `yaml:"host_pages"`
+	// Evict says what is offloaded when pages are short: the request that was
+	// active least recently (recent), the one with the most pages (pages), or
+	// nothing unless an engine asks for it (never).
+	Evict string `yaml:"evict"`
+
 	PageSize int    `yaml:"page_size"` // tokens
 	Layers   int    `yaml:"layers"`
 	Heads    int    `yaml:"heads"` // KV heads on one rank
@@ -160,7 +167,7 @@ func Default() *Config {
 	return &Config{
 		Node:  Node{Role: "both", Bind: netip.AddrFrom4([4]byte{127, 0, 0, 1})},
 		Ports: Ports{Gossip: 7900, Peer: 7901, Data: 7902, HTTP: 7903},
-		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", DType: "bf16", Layout: "NHD"},
+		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
 		Transfer: Transfer{
 			Transports: []string{"tcp"},
 			Limits:     Limits{InFlight: 64, Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000},
@@ -233,8 +240,15 @@ func (c *Config) Geometry() page.Geometry {
 		Model:     c.Arena.Model,
 		Revision:  c.Arena.Revision,
 		WorldSize: c.Arena.WorldSize,
-		Layout:    c.Arena.pageLayout(),
+		Layout:    c.Arena.layout(c.Arena.Pages),
 	}
+}
+
+// HostLayout is the memory of the host tier, of one rank; ok is false if there
+// is none. The configuration must be valid.
+func (c *Config) HostLayout() (_ page.Layout, ok bool) {
+	l := c.Arena.layout(c.Arena.HostPages)
+	return l, l.Pages > 0
 }
 
 // Error is one thing that is wrong.

@@ -120,6 +120,18 @@ func TestGoodDocuments(t *testing.T) {
 		"pages as a size": {strings.Replace(minimal, "pages: 64", "pages: 1MiB", 1), func(c *Config) bool {
 			return c.Geometry().Layout.Pages == 128 // of 2 x 2 x 16 x 64 x 2 bytes
 		}},
+		"no host tier": {minimal, func(c *Config) bool {
+			_, ok := c.HostLayout()
+			return !ok && c.Arena.Evict == "recent"
+		}},
+		"host pages": {strings.Replace(minimal, "pages: 64", "pages: 64, host_pages: 128", 1), func(c *Config) bool {
+			l, ok := c.HostLayout()
+			return ok && l.Pages == 128 && l.PageBytes() == c.Geometry().Layout.PageBytes() && c.Geometry().Layout.Pages == 64
+		}},
+		"host pages as a size": {strings.Replace(minimal, "pages: 64", "pages: 64, host_pages: 1MiB, evict: never", 1), func(c *Config) bool {
+			l, ok := c.HostLayout()
+			return ok && l.Pages == 128 && c.Arena.Evict == "never"
+		}},
 		"pages as a size that is no multiple": {strings.Replace(minimal, "pages: 64", "pages: 17KB", 1), func(c *Config) bool {
 			return c.Geometry().Layout.Pages == 2
 		}},
@@ -338,7 +350,7 @@ func TestNameDefaultsToTheHost(t *testing.T) {
 func TestEveryKeyIsReachable(t *testing.T) {
 	values := map[string]string{
 		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
-		"arena.pages": "3GiB", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
+		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
 		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.limits.rate": "1MB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
 		"cluster.keyring": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
 		"timers.lease_renew": "2s", "timers.backoff_min": "1s", "transfer.limits.dial": "1m1s", "transfer.limits.base": "1m1s",

@@ -173,6 +173,7 @@ func (v *validation) arena() {
 	}
 	v.oneOf("arena.memory", a.Memory, "host")
 	v.oneOf("arena.huge_pages", a.HugePages, "auto", "never")
+	v.oneOf("arena.evict", a.Evict, "recent", "pages", "never")
 	if a.Model == "" {
 		v.wrong("arena.model", "is missing; want the model's name: nodes of different models exchange no KV")
 	}
@@ -198,7 +199,7 @@ func (v *validation) arena() {
 		return
 	}
 
-	l := a.pageLayout()
+	l := a.layout(a.Pages)
 	const least = 2 // the sink, and one to use
 	switch {
 	case a.Pages == Pages{}:
@@ -212,18 +213,30 @@ func (v *validation) arena() {
 			v.wrong("arena.pages", "%s: %v", a.Pages, err)
 		}
 	}
+	switch host := a.layout(a.HostPages); {
+	case a.HostPages == Pages{}: // no host tier
+	case host.Pages < 1:
+		v.wrong("arena.host_pages", "%s is less than a page of %s", a.HostPages, Size(l.PageBytes()))
+	case host.Pages > page.MaxPages:
+		v.wrong("arena.host_pages", "%s is %d pages of %s, want at most %d; larger pages would do", a.HostPages, host.Pages, Size(l.PageBytes()), page.MaxPages)
+	default:
+		if err := host.Validate(); err != nil {
+			v.wrong("arena.host_pages", "%s: %v", a.HostPages, err)
+		}
+	}
 }
 
-// pageLayout is the layout of one rank. Names that are not valid give 0.
-func (a Arena) pageLayout() page.Layout {
+// layout is the memory of one rank that has so many pages. Names that are not
+// valid give 0.
+func (a Arena) layout(pages Pages) page.Layout {
 	order, _ := page.ParseOrder(a.Layout) // Validate has reported it
 	dtype, _ := page.ParseDType(a.DType)
 	l := page.Layout{
-		Order: order, DType: dtype, Layers: a.Layers, Pages: a.Pages.Count,
+		Order: order, DType: dtype, Layers: a.Layers, Pages: pages.Count,
 		PageSize: a.PageSize, Heads: a.Heads, HeadDim: a.HeadDim,
 	}
-	if a.Pages.Size > 0 && l.PageBytes() > 0 {
-		l.Pages = int(int64(a.Pages.Size) / l.PageBytes())
+	if pages.Size > 0 && l.PageBytes() > 0 {
+		l.Pages = int(int64(pages.Size) / l.PageBytes())
 	}
 	return l
 }

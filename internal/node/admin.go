@@ -59,6 +59,7 @@ func (n *Node) pageCounts(c manager.Counts) *kvferrypb.PageCounts {
 	return &kvferrypb.PageCounts{
 		Total: uint32(n.geometry.Layout.Pages), Free: uint32(c.Free), Owned: uint32(c.Owned), Limbo: uint32(c.Limbo),
 		Quarantine: uint32(c.Quarantine), Sink: uint32(c.Sink), Published: uint32(c.Published),
+		HostTotal: uint32(c.HostFree + c.HostUsed), HostFree: uint32(c.HostFree),
 	}
 }
 
@@ -169,9 +170,14 @@ func (a adminService) Arena(_ context.Context, req *kvferrypb.ArenaRequest) (*kv
 			state = "publishing"
 		}
 		for _, s := range r.Streams {
-			res.Items = append(res.Items, &kvferrypb.ArenaResponse_Stream{
+			i := &kvferrypb.ArenaResponse_Stream{
 				Request: string(r.Request), Label: string(s.Label), Tokens: uint32(s.Tokens), Pages: uint32(s.Pages), State: state,
-			})
+				Released: uint32(s.Released), HostPages: uint32(s.HostPages),
+			}
+			if s.State != manager.Resident {
+				i.State = s.State.String()
+			}
+			res.Items = append(res.Items, i)
 		}
 	}
 	return res, nil

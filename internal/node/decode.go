@@ -31,6 +31,7 @@ var (
 	errTooLate   = errors.New("wait is over")
 	errDraining  = errors.New("node is draining")
 	errTooMany   = errors.New("too many at once")
+	errOver      = errors.New("nothing is followed any more") // of what only resumes
 )
 
 // maxFollows bounds the publications that are followed, and the calls that wait.
@@ -44,6 +45,7 @@ type query struct {
 	minTokens int
 	wait      time.Duration // 0: look once
 	meet      time.Time     // until then the owner may be unknown: its reference can be faster than gossip
+	of        uint32        // the attempt that it goes on with, and nothing else; 0: any
 }
 
 // answer is what it gets.
@@ -65,7 +67,8 @@ type sight struct {
 // follow is the reader's side of one publication that a request is brought in
 // from: the lease that is kept for it, and the read that runs. It lives from
 // the moment that the publication is accepted until it has failed or the
-// request ends; once all of it has landed it only remembers that.
+// request ends; once all of it has landed it only remembers that. Where another
+// publication goes on for it, so does another follow, with the same lease.
 type follow struct {
 	node     *Node
 	session  *session
@@ -74,6 +77,7 @@ type follow struct {
 	seal     uint32 // index of its word
 	attempt  uint32 // names our lease at the owner
 	accepted time.Time
+	names    []id.Publication // that it is known by; follows.mu guards it
 
 	mu        sync.Mutex
 	changed   chan struct{} // closed at every change, then replaced
@@ -86,6 +90,8 @@ type follow struct {
 	landed    *manager.Source // all of it has landed: what it was
 	transport string
 	bytes     int64
+	query     query // the last that looked
+	moved     int   // how often another one has gone on since something landed
 }
 
 // reading is one retrieval at work.
@@ -201,8 +207,80 @@ func (n *Node) accept(ctx context.Context, s *session, r id.Request, source id.P
 		node: n, session: s, request: r, source: source, seal: seal, attempt: fs.attempts,
 		accepted: time.Now(), changed: make(chan struct{}),
 	}
-	fs.byRequest[r], fs.bySource[source] = f, f
+	fs.byRequest[r] = f
+	fs.call(f, source)
 	return f, f.changed, true, nil
+}
+
+// maxNames bounds the names of one follow, the oldest of which are forgotten: a
+// publication gets another one whenever its pages go to the host.
+const maxNames = 16
+
+// call gives a follow one more name. fs.mu is held.
+func (fs *follows) call(f *follow, name id.Publication) {
+	if slices.Contains(f.names, name) {
+		return
+	}
+	if len(f.names) == maxNames {
+		if oldest := f.names[0]; fs.bySource[oldest] == f {
+			delete(fs.bySource, oldest)
+		}
+		f.names = f.names[1:]
+	}
+	f.names = append(f.names, name)
+	fs.bySource[name] = f
+}
+
+// alias notes that what is followed is named otherwise, too.
+func (fs *follows) alias(f *follow, name id.Publication) {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	if fs.byRequest[f.request] == f {
+		fs.call(f, name)
+	}
+}
+
+// called says whether a follow is known by this name.
+func (fs *follows) called(f *follow, name id.Publication) bool {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	return slices.Contains(f.names, name)
+}
+
+// succeed makes the follow of what goes on for another one's publication. The
+// lease is the same: the owner has taken it along. It returns what the request
+// follows now, which somebody else may have changed.
+func (n *Node) succeed(ctx context.Context, f *follow, e publish.Entry) (*follow, <-chan struct{}, error) {
+	fs := n.follows
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	if ctx.Err() != nil {
+		return nil, nil, context.Cause(ctx)
+	}
+	if now := fs.byRequest[f.request]; now != f {
+		if now == nil { // another call has given up
+			return nil, nil, errMoved
+		}
+		return now, now.watch(), nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.running != nil || f.landed != nil {
+		return f, f.changed, nil
+	}
+	next := &follow{
+		node: n, session: f.session, request: f.request, source: e.Name, seal: e.Seal, attempt: f.attempt, accepted: f.accepted,
+		changed: make(chan struct{}), query: f.query, moved: f.moved + 1, transport: f.transport, bytes: f.bytes,
+	}
+	names := f.names
+	fs.drop(f)
+	fs.byRequest[f.request] = next
+	for _, name := range append(names, e.Name) {
+		fs.call(next, name)
+	}
+	f.over = true
+	f.wakeLocked()
+	return next, next.changed, nil
 }
 
 // detach ends the calls that wait for a request, and returns what it followed:
@@ -226,8 +304,10 @@ func (fs *follows) drop(f *follow) {
 		return
 	}
 	delete(fs.byRequest, f.request)
-	if fs.bySource[f.source] == f {
-		delete(fs.bySource, f.source)
+	for _, name := range f.names {
+		if fs.bySource[name] == f {
+			delete(fs.bySource, name)
+		}
 	}
 }
 
@@ -237,6 +317,19 @@ func (n *Node) finish(f *follow, outcome kvferrypb.CompleteItem_Outcome) {
 	n.follows.mu.Lock()
 	defer n.follows.mu.Unlock()
 	n.follows.drop(f)
+}
+
+// lose stops following what has failed. A query that only resumes leaves that to
+// the engine's next call, which reports it.
+func (n *Node) lose(q query, f *follow, err error) {
+	if q.of == 0 {
+		n.finish(f, kvferrypb.CompleteItem_FAILED)
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.err = err
+	f.wakeLocked()
 }
 
 // lost ends what follows a life that has gone.
@@ -377,6 +470,8 @@ func endedError(cause string) error {
 		return errRevoked
 	case "unknown":
 		return fmt.Errorf("owner does not know it: %w", publish.ErrUnknown)
+	case holdOffloaded:
+		return errMoved
 	case holdReleased:
 		return fmt.Errorf("%w: all its readers have taken it", publish.ErrEnded)
 	default:
@@ -387,6 +482,11 @@ func endedError(cause string) error {
 // retrieve brings a request in: it looks once, or until it is ready, has
 // failed, or the wait is over. A wait that is over ends no read: whoever gives
 // up cancels.
+//
+// If pages are short, others are offloaded; with a wait it tries until that is
+// over. If the request's own tokens are on the host they are brought back: with a
+// wait it goes on when they are there, without one that begins and the error is
+// [manager.ErrOffloading] until then.
 func (n *Node) retrieve(ctx context.Context, s *session, q query) (answer, error) {
 	ctx, leave, err := n.follows.enter(ctx, q.request)
 	if err != nil {
@@ -402,21 +502,67 @@ func (n *Node) retrieve(ctx context.Context, s *session, q query) (answer, error
 		defer cancel()
 		q.meet = time.Now().Add(min(q.wait, n.meetTime()))
 	}
+	wait := n.pauses()
 	for {
 		// Watched before it is looked at, so that no change is missed.
 		board, unwatch := n.board.Watch(q.request)
 		members := n.peers.watch()
-		seen, err := n.look(ctx, s, q)
-		if err != nil || seen.readiness == manager.Ready || q.wait <= 0 {
+		var seen sight
+		err := n.withRoom(ctx, forRetrieve, func() (err error) {
+			seen, err = n.look(ctx, s, q)
+			return err
+		}, q.request)
+		switch {
+		case err == nil && (seen.readiness == manager.Ready || q.wait <= 0 || q.of != 0 && seen.readiness == manager.Reading):
 			unwatch()
-			return seen.answer, err
+			return seen.answer, nil
+		case err == nil:
+			err = n.await(ctx, q, seen, board, members)
+		case errors.Is(err, manager.ErrOffloading):
+			err = n.bringBack(ctx, q, err)
+		case q.wait > 0 && errors.Is(err, manager.ErrNoPages) && !n.isTooMuch(err): // nobody tells when pages become free
+			if cause := wait.pause(ctx); errors.Is(cause, errTooLate) {
+				err = fmt.Errorf("waited %v: %w", q.wait, err)
+			} else if err = cause; cause != nil {
+				err = fmt.Errorf("retrieve %q: %w", q.request, cause)
+			}
 		}
-		err = n.await(ctx, q, seen, board, members)
 		unwatch()
 		if err != nil {
 			return seen.answer, err
 		}
 	}
+}
+
+// bringBack reloads what the request itself has on the host, for a query that
+// was refused for that.
+func (n *Node) bringBack(ctx context.Context, q query, refused error) error {
+	if q.wait > 0 {
+		return n.tier.restore(ctx, q.request)
+	}
+	err := n.withRoom(ctx, forReload, func() error {
+		_, _, err := n.tier.begin(q.request, true)
+		return err
+	}, q.request)
+	if err != nil && !errors.Is(err, manager.ErrOffloading) {
+		return err
+	}
+	return refused
+}
+
+// resume goes on with what the engine was told is being read, when another
+// publication goes on for it, until that is read: the engine may wait for the
+// event alone.
+func (n *Node) resume(f *follow) {
+	f.mu.Lock()
+	q := f.query
+	f.mu.Unlock()
+	q.wait, q.of = n.config.Timers.MaxHold, f.attempt
+	n.spawn(func() {
+		if _, err := n.retrieve(n.ctx, f.session, q); err != nil && !errors.Is(err, errOver) {
+			f.session.emit(failedEvent(f.request, err))
+		}
+	})
 }
 
 // await returns when it is worth to look again, or the error of one that is not.
@@ -480,7 +626,11 @@ func (n *Node) tooLate(cause error, q query, seen sight) error {
 // look is one pass: find the source, ask the manager, start what it wants.
 func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 	f, changed := n.follows.get(q.request)
-	if f != nil && q.reference != nil && q.reference.Publication == f.source {
+	if q.of != 0 && (f == nil || f.attempt != q.of) {
+		return sight{}, errOver
+	}
+	meant := f != nil && (q.reference == nil || n.means(ctx, q, f))
+	if f != nil && q.reference != nil && meant {
 		// What follows it goes on, whatever somebody else is told of it.
 		if err := matches(q.reference, f.source, q.request.Hash(), f.seal); err != nil {
 			return sight{}, n.failed(f, err)
@@ -488,7 +638,7 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 	}
 	if f != nil {
 		switch landed := f.allLanded(); {
-		case landed != nil && (q.reference == nil || q.reference.Publication == f.source):
+		case landed != nil && meant:
 			if seen, ok, err := n.again(q, f, changed, landed); ok {
 				return seen, err
 			}
@@ -496,13 +646,13 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		case landed != nil: // another one is wanted now
 			n.finish(f, kvferrypb.CompleteItem_LANDED)
 			f = nil
-		case q.reference != nil && q.reference.Publication != f.source:
+		case !meant:
 			return sight{answer: f.answer(manager.Waiting)}, fmt.Errorf("retrieve %q: already reads %s: %w", q.request, f.source, manager.ErrReading)
 		case f.reading() != nil:
 			return sight{answer: f.answer(manager.Reading), follow: f, changed: changed}, nil
 		default:
-			if err := f.failure(); err != nil {
-				n.finish(f, kvferrypb.CompleteItem_FAILED)
+			if err := f.failure(); err != nil && !f.mayGoOn() {
+				n.lose(q, f, err)
 				return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
 			}
 		}
@@ -512,16 +662,67 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 	}
 	e, source, err := n.fetch(ctx, q, f.source)
 	if err != nil {
-		if f.allLanded() != nil || f.reading() != nil { // meanwhile, by another call
+		now, _ := n.follows.get(q.request)
+		if now != nil && now != f || f.allLanded() != nil || f.reading() != nil { // meanwhile, by another call
 			return n.look(ctx, s, q)
 		}
-		if f.failure() != nil || errors.Is(err, errUnknownNode) { // its owner has just gone
+		if f.failure() != nil && !f.mayGoOn() || errors.Is(err, errUnknownNode) { // its owner has just gone
 			err = cmp.Or(f.failure(), errOwnerLost)
 		}
-		n.finish(f, kvferrypb.CompleteItem_FAILED)
+		n.lose(q, f, err)
+		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
+	}
+	if e.Name != f.source {
+		next, nextChanged, err := n.succeed(ctx, f, e)
+		switch {
+		case err != nil:
+			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, err)
+		case next.source != e.Name: // somebody was faster, or it reads again
+			return n.look(ctx, s, q)
+		}
+		f, changed = next, nextChanged
+	} else if err := f.failure(); err != nil { // its owner says both that it has moved and that it has not
+		n.lose(q, f, err)
 		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
 	}
 	return n.admit(q, f, changed, false, e, source)
+}
+
+// mayGoOn says whether the follow has failed so that what goes on for its
+// publication is to be looked for.
+func (f *follow) mayGoOn() bool {
+	err := f.failure()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return errors.Is(err, errMoved) && f.moved < f.node.config.Timers.Attempts
+}
+
+// means says whether a query's reference is of what is followed: by one of its
+// names, or by one of what it goes on for, or of what goes on for it, as the
+// owner says.
+func (n *Node) means(ctx context.Context, q query, f *follow) bool {
+	named := q.reference.Publication
+	switch {
+	case n.follows.called(f, named):
+		return true
+	case named.Owner != f.source.Owner:
+		return false
+	}
+	e, _, err := n.fetch(ctx, q, named)
+	if err != nil {
+		return false
+	}
+	if e.Name != f.source {
+		p, err := n.peers.owner(f.source.Owner)
+		if err != nil {
+			return false
+		}
+		if now, err := n.lookup(ctx, p, f.source, q.request); err != nil || now.Name != e.Name {
+			return false
+		}
+	}
+	n.follows.alias(f, named)
+	return true
 }
 
 // maxCandidates bounds the publications that one look tries.
@@ -597,6 +798,7 @@ func (n *Node) try(ctx context.Context, s *session, q query, name id.Publication
 		seen, err := n.look(ctx, s, q)
 		return seen, false, err
 	}
+	n.follows.alias(f, name)
 	seen, err := n.admit(q, f, changed, made, e, source)
 	return seen, made && isUnfit(err), err
 }
@@ -622,11 +824,15 @@ func (n *Node) ownPublication(q query, name id.Publication) (_ sight, next bool,
 // admit asks the manager what is to be brought in of a publication that is
 // followed, and starts that. made: the follow was made for it.
 func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, e publish.Entry, source *manager.Source) (sight, error) {
+	f.asks(q)
 	out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
 	switch {
 	case err != nil:
-		if made || !errors.Is(err, manager.ErrNoPages) && !errors.Is(err, manager.ErrStepInFlight) {
-			n.finish(f, kvferrypb.CompleteItem_FAILED)
+		room := errors.Is(err, manager.ErrNoPages) || errors.Is(err, manager.ErrOffloading)
+		if made && (q.wait <= 0 || !room) || !room && !errors.Is(err, manager.ErrStepInFlight) {
+			n.lose(q, f, err)
+		} else {
+			f.keep() // the owner's pages are needed when ours are there
 		}
 		return sight{}, n.failed(f, err)
 	case made && out.Readiness == manager.Ready && out.Start == nil: // it has been here before
@@ -656,6 +862,13 @@ func (n *Node) again(q query, f *follow, changed <-chan struct{}, landed *manage
 	_ = n.manager.Failed(out.Start.ID) // nothing of it was begun
 	n.finish(f, kvferrypb.CompleteItem_LANDED)
 	return sight{}, false, nil
+}
+
+// asks notes the query that is answered last.
+func (f *follow) asks(q query) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.query = q
 }
 
 func (f *follow) answer(r manager.Readiness) answer {
@@ -719,7 +932,7 @@ type unmetError struct {
 func (e *unmetError) Error() string { return e.peer.life.String() + " has not said hello yet" }
 
 // fetch brings what the owner has said of a publication, and asks it if that is
-// not enough.
+// not enough. It may be the one that goes on for it.
 func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish.Entry, *manager.Source, error) {
 	p, err := n.peers.owner(name.Owner)
 	if err != nil {
@@ -739,21 +952,23 @@ func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish
 	if e.Request != q.request.Hash() {
 		return publish.Entry{}, nil, fmt.Errorf("%s is not of this request: %w", name, wire.ErrReference)
 	}
-	if err := matches(q.reference, name, e.Request, e.Seal); err != nil {
+	if err := matches(q.reference, e.Name, e.Request, e.Seal); err != nil {
 		return publish.Entry{}, nil, err
 	}
 	return e, &manager.Source{Name: e.Name, Geometry: h.geometry, Publication: e.Publication}, nil
 }
 
-// lookup asks the owner for a publication, and gives its refusal a type.
+// lookup asks the owner for a publication, or the one that goes on for it, and
+// gives its refusal a type.
 func (n *Node) lookup(ctx context.Context, p *peer, name id.Publication, r id.Request) (publish.Entry, error) {
-	a, err := p.lookup(ctx, name.Sequence, r)
+	res, err := p.lookup(ctx, name.Sequence, r)
 	if err == nil {
+		a := res.GetAnnouncement()
 		e, err := n.board.Learn(time.Now(), p.life, a.GetMessage(), id.Request(a.GetRequest()))
 		switch {
 		case errors.Is(err, publish.ErrEnded): // the whole life has, it said goodbye
 			err = fmt.Errorf("%w: %w", errOwnerLost, err)
-		case err == nil && e.Name != name:
+		case err == nil && e.Name != name && (!res.GetContinues() || e.Name.Sequence < name.Sequence):
 			err = fmt.Errorf("it answers with %s: %w", e.Name, publish.ErrConflict)
 		}
 		if err != nil {
@@ -883,6 +1098,8 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manag
 		// Refused if the request was removed or reset while the bytes landed.
 		if err = n.manager.Landed(run.id); err != nil {
 			err = fmt.Errorf("%w: %w", errRemoved, err)
+		} else {
+			n.tier.arrived(f.request)
 		}
 	}
 	if err != nil {
@@ -901,6 +1118,7 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manag
 	}
 	if err == nil {
 		f.bytes += bytes
+		f.moved = 0
 		if source.Publication.Final {
 			f.landed, f.err, f.refused = &source, nil, ""
 		}
@@ -910,6 +1128,8 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manag
 	f.wakeLocked()
 	f.mu.Unlock()
 	switch {
+	case err != nil && f.mayGoOn():
+		n.resume(f)
 	case err != nil:
 		f.session.emit(failedEvent(f.request, n.failed(f, err)))
 	case source.Publication.Final:
@@ -925,10 +1145,12 @@ func (n *Node) staleCause(ctx context.Context, name id.Publication, err error) e
 	if p == nil {
 		return err
 	}
-	if _, asked := p.lookup(ctx, name.Sequence, ""); asked != nil {
-		if cause, ok := refusalOf(asked); ok {
-			return fmt.Errorf("%w: %w", endedError(cause), err)
-		}
+	res, asked := p.lookup(ctx, name.Sequence, "")
+	if asked == nil && res.GetContinues() {
+		return fmt.Errorf("%w: %w", errMoved, err)
+	}
+	if cause, ok := refusalOf(asked); ok {
+		return fmt.Errorf("%w: %w", endedError(cause), err)
 	}
 	return err
 }

@@ -28,8 +28,6 @@ type engineService struct {
 const (
 	maxWait       = time.Hour // of one AdmitRetrieve
 	maxEngineName = 256       // bytes
-	maxStepTokens = 1 << 20   // new ones, of one step
-	maxPlanPages  = 1 << 20   // of all views of one plan, so that it fits into a message
 )
 
 // session is the one that the call names. The call is the session's until leave.
@@ -145,6 +143,17 @@ func (e engineService) Ingest(ctx context.Context, req *kvferrypb.IngestRequest)
 	if e.node.isDraining() && e.node.sessions.own(s, r) != nil {
 		return nil, fmt.Errorf("ingest %q: %w", r, errDraining)
 	}
+	c := manager.RequestConfig{Needs: needsOf(req)}
+	if c.Retention, err = retentionOf(req); err != nil {
+		return nil, fmt.Errorf("ingest %q: %w", r, err)
+	}
+	if err := e.node.sessions.ingest(s, r, c); err != nil {
+		return nil, err
+	}
+	return &kvferrypb.IngestResponse{}, nil
+}
+
+func needsOf(req *kvferrypb.IngestRequest) manager.Needs {
 	var needs manager.Needs
 	if req.GetNeeded() != nil {
 		needs.Labels = labels(req.GetNeeded())
@@ -161,10 +170,26 @@ func (e engineService) Ingest(ctx context.Context, req *kvferrypb.IngestRequest)
 	for _, b := range req.GetByWalk() {
 		needs.ByWalk[manager.At{Node: id.GraphNode(b.GetGraphNode()), Walk: id.Walk(b.GetWalk())}] = labels(b.GetLabels())
 	}
-	if err := e.node.sessions.ingest(s, r, needs); err != nil {
-		return nil, err
+	return needs
+}
+
+// retentionOf is what the request keeps, by label; the manager checks the numbers.
+func retentionOf(req *kvferrypb.IngestRequest) (map[id.Label]manager.Retention, error) {
+	if len(req.GetRetention()) == 0 {
+		return nil, nil
 	}
-	return &kvferrypb.IngestResponse{}, nil
+	keep := make(map[id.Label]manager.Retention)
+	for _, k := range req.GetRetention() {
+		l := labelOf(k.GetLabel())
+		if err := l.Validate(); err != nil {
+			return nil, fmt.Errorf("retention: %w", err)
+		}
+		if _, twice := keep[l]; twice {
+			return nil, fmt.Errorf("label %q has two retentions: %w", l, manager.ErrInvalid)
+		}
+		keep[l] = manager.Retention{Budget: int(k.GetBudget()), Prefix: int(k.GetPrefix())}
+	}
+	return keep, nil
 }
 
 // labels is the list, never nil: a list that is there counts also when empty.
@@ -186,7 +211,7 @@ func (e engineService) Reset(ctx context.Context, req *kvferrypb.ResetRequest) (
 }
 
 func (e engineService) Remove(ctx context.Context, req *kvferrypb.RemoveRequest) (*kvferrypb.RemoveResponse, error) {
-	_, r, leave, err := e.request(ctx, req.GetRequest())
+	s, r, leave, err := e.request(ctx, req.GetRequest())
 	if errors.Is(err, manager.ErrUnknownRequest) {
 		return &kvferrypb.RemoveResponse{}, nil // it is gone, which is what was asked for
 	}
@@ -194,42 +219,12 @@ func (e engineService) Remove(ctx context.Context, req *kvferrypb.RemoveRequest)
 		return nil, err
 	}
 	defer leave()
+	if !req.GetDiscard() {
+		ctx, stop := s.within(ctx)
+		defer stop()
+		e.node.tier.settle(ctx, r)
+	}
 	return &kvferrypb.RemoveResponse{}, e.node.remove(r, req.GetDiscard(), kvferrypb.CompleteItem_DECLINED)
-}
-
-func (e engineService) Admit(ctx context.Context, req *kvferrypb.AdmitRequest) (*kvferrypb.AdmitResponse, error) {
-	s, leave, err := e.session(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer leave()
-	step := manager.Step{Discard: req.GetDiscard(), Segments: make([]manager.Segment, 0, len(req.GetSegments()))}
-	var tokens uint64
-	for _, seg := range req.GetSegments() {
-		if tokens += uint64(seg.GetSpan()); tokens > maxStepTokens {
-			return nil, fmt.Errorf("admit %.80q: step of more than %d tokens: %w", seg.GetRequest(), maxStepTokens, manager.ErrInvalid)
-		}
-		r := id.Request(seg.GetRequest())
-		if err := e.node.sessions.own(s, r); err != nil {
-			return nil, err
-		}
-		step.Segments = append(step.Segments, manager.Segment{Request: r, Label: labelOf(seg.GetLabel()), Span: int(seg.GetSpan())})
-	}
-	for _, c := range req.GetCombined() {
-		step.Combined = append(step.Combined, manager.Combined{Sources: labels(&kvferrypb.Labels{Labels: c.GetSources()}), Label: id.Label(c.GetLabel())})
-	}
-	token, err := e.node.manager.Admit(step)
-	if err != nil {
-		return nil, err
-	}
-	s.begin(token)
-	res := &kvferrypb.AdmitResponse{Step: uint64(token)}
-	if req.GetPlan() {
-		if res.Plans, err = e.plan(token); err != nil {
-			return nil, errors.Join(err, s.step(token, true), e.node.manager.Abort(token))
-		}
-	}
-	return res, nil
 }
 
 func labelOf(s string) id.Label {
@@ -237,92 +232,6 @@ func labelOf(s string) id.Label {
 		return id.Main
 	}
 	return id.Label(s)
-}
-
-func (e engineService) Plan(ctx context.Context, req *kvferrypb.PlanRequest) (*kvferrypb.PlanResponse, error) {
-	s, leave, err := e.session(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer leave()
-	token := manager.Token(req.GetStep())
-	if err := s.step(token, false); err != nil {
-		return nil, err
-	}
-	plans, err := e.plan(token)
-	return &kvferrypb.PlanResponse{Plans: plans}, err
-}
-
-func (e engineService) plan(t manager.Token) ([]*kvferrypb.PlanOutput, error) {
-	plans, err := e.node.manager.Plan(t)
-	if err != nil {
-		return nil, err
-	}
-	pages := 0
-	for _, p := range plans {
-		pages += len(p.Indptrs.Indices)
-	}
-	if pages > maxPlanPages {
-		return nil, fmt.Errorf("plan step %d: its streams have %d pages, at most %d go into one plan: %w", t, pages, maxPlanPages, manager.ErrInvalid)
-	}
-	out := make([]*kvferrypb.PlanOutput, 0, len(plans))
-	for _, p := range plans {
-		o := &kvferrypb.PlanOutput{
-			Label:    string(p.Label),
-			QoIndptr: p.Indptrs.QO, PagedKvIndptr: p.Indptrs.Pages, PagedKvIndices: p.Indptrs.Indices, PagedKvLastPageLen: p.Indptrs.LastPageLen,
-			TokenToPage: make([]uint32, len(p.Slots)), TokenToSlot: make([]uint32, len(p.Slots)),
-			Views: make([]*kvferrypb.View, len(p.Views)),
-		}
-		for i, s := range p.Slots {
-			o.TokenToPage[i], o.TokenToSlot[i] = uint32(s.Page), uint32(s.Slot)
-		}
-		for i, v := range p.Views {
-			o.Views[i] = &kvferrypb.View{Request: string(v.Request), Label: string(v.Label), Length: uint32(v.Length), Compute: uint32(v.Compute), Generation: v.Generation}
-		}
-		out = append(out, o)
-	}
-	return out, nil
-}
-
-func (e engineService) Commit(ctx context.Context, req *kvferrypb.CommitRequest) (*kvferrypb.CommitResponse, error) {
-	s, leave, err := e.session(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer leave()
-	token := manager.Token(req.GetStep())
-	if err := s.step(token, true); err != nil {
-		return nil, err
-	}
-	missing, err := e.node.manager.Commit(token)
-	if err != nil {
-		return nil, err
-	}
-	res := &kvferrypb.CommitResponse{}
-	for _, r := range missing {
-		res.Missing = append(res.Missing, string(r))
-	}
-	for _, p := range req.GetPublish() {
-		result := &kvferrypb.PublishResult{}
-		if result.Response, err = e.Publish(ctx, p); err != nil {
-			result.Failure, _ = failureOf(err)
-		}
-		res.Published = append(res.Published, result)
-	}
-	return res, nil
-}
-
-func (e engineService) Abort(ctx context.Context, req *kvferrypb.AbortRequest) (*kvferrypb.AbortResponse, error) {
-	s, leave, err := e.session(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer leave()
-	token := manager.Token(req.GetStep())
-	if err := s.step(token, true); err != nil {
-		return nil, err
-	}
-	return &kvferrypb.AbortResponse{}, e.node.manager.Abort(token)
 }
 
 func (e engineService) Publish(ctx context.Context, req *kvferrypb.PublishRequest) (*kvferrypb.PublishResponse, error) {

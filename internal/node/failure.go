@@ -13,6 +13,7 @@ import (
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
+	"github.com/kvferry/kvferry/internal/kv"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/publish"
@@ -44,10 +45,11 @@ func failures() []failure {
 		{errExpired, kvferrypb.Failure_EXPIRED, codes.Aborted, "raise Publish.hold or timers.hold, or retrieve earlier"},
 		{errRevoked, kvferrypb.Failure_REVOKED, codes.Aborted, "the publisher took it back; prefill again"},
 		{errCancelled, kvferrypb.Failure_CANCELLED, codes.Canceled, ""},
-		{errRemoved, kvferrypb.Failure_CANCELLED, codes.Canceled, "the request was removed or reset while it was read into"},
+		{errRemoved, kvferrypb.Failure_CANCELLED, codes.Canceled, "the request was removed or reset while its pages were on their way"},
 		{errOwnerLost, kvferrypb.Failure_OWNER_LOST, codes.Aborted, "prefill again on another node"},
 		{transfer.ErrIdentity, kvferrypb.Failure_OWNER_LOST, codes.Aborted, "the owner restarted; prefill again"},
 		{identity.ErrRefused, kvferrypb.Failure_TRANSPORT, codes.Unavailable, "check security.certificate, ca, and peers on both nodes; the log of the one that refused says why"},
+		{errMoved, kvferrypb.Failure_STALE, codes.Aborted, "nothing of it was used; retrieve it again, or prefill again"},
 		{transfer.ErrStale, kvferrypb.Failure_STALE, codes.Aborted, "nothing of it was used; prefill again"},
 		{manager.ErrDiverged, kvferrypb.Failure_DIVERGED, codes.FailedPrecondition, "reset the request to take a later publication"},
 		{manager.ErrIncompatible, kvferrypb.Failure_INCOMPATIBLE, codes.FailedPrecondition, "give both nodes the same arena section"},
@@ -60,8 +62,13 @@ func failures() []failure {
 		{manager.ErrFinal, kvferrypb.Failure_ALREADY_EXISTS, codes.AlreadyExists, "reset the request to publish it again"},
 		{manager.ErrEnded, kvferrypb.Failure_EXPIRED, codes.FailedPrecondition, "reset the request to publish it again"},
 		{errOwn, kvferrypb.Failure_INVALID, codes.InvalidArgument, "its readers release it; to take it back, remove the request with discard, or use kvferry revoke"},
+		{errUnequal, kvferrypb.Failure_UNEQUAL, codes.FailedPrecondition, "mend what it names, then validate again"},
 		{errForeign, kvferrypb.Failure_ALREADY_EXISTS, codes.AlreadyExists, "use another request id"},
 		{errReplaced, kvferrypb.Failure_BUSY, codes.Aborted, "keep one Events stream a session"},
+		{manager.ErrOffloading, kvferrypb.Failure_OFFLOADING, codes.Unavailable, "reload the request, or try again when its move has ended"},
+		{manager.ErrNoHost, kvferrypb.Failure_INVALID, codes.FailedPrecondition, "set arena.host_pages on the node"},
+		{manager.ErrHostFull, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "raise arena.host_pages, or remove requests that are on the host"},
+		{manager.ErrStaged, kvferrypb.Failure_BUSY, codes.FailedPrecondition, "admit the staged step, or unstage it"},
 		{manager.ErrReading, kvferrypb.Failure_BUSY, codes.Unavailable, "try again when the read has ended"},
 		{manager.ErrStepInFlight, kvferrypb.Failure_BUSY, codes.Unavailable, "commit or abort the step first"},
 		{manager.ErrGone, kvferrypb.Failure_NOT_FOUND, codes.NotFound, "retrieve it on another node, or keep the request until you need it no more"},
@@ -79,6 +86,8 @@ func failures() []failure {
 		{wire.ErrReference, kvferrypb.Failure_INVALID, codes.InvalidArgument, "pass the reference that Publish returned, unchanged; both nodes need one keyring"},
 		{id.ErrInvalid, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
 		{manager.ErrInvalid, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
+		{kv.ErrInvalid, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
+		{kv.ErrRange, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
 		{page.ErrInvalid, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
 		{errTooLate, kvferrypb.Failure_DEADLINE, codes.DeadlineExceeded, "wait longer, or look at the publisher"},
 		{errTransport, kvferrypb.Failure_TRANSPORT, codes.Unavailable, "see kvferry peers on both nodes"},

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -45,6 +46,7 @@ type impostor struct {
 
 	hello  func(context.Context, *kvferrypb.HelloResponse) // changes the true one
 	lookup func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error)
+	goesOn bool // it says that what lookup answers goes on for what was asked
 	truth  *kvferrypb.HelloResponse
 	pushed chan *kvferrypb.PushRequest // nil: it does not listen
 }
@@ -63,7 +65,7 @@ func (i *impostor) Hello(ctx context.Context, _ *kvferrypb.HelloRequest) (*kvfer
 
 func (i *impostor) Lookup(_ context.Context, req *kvferrypb.LookupRequest) (*kvferrypb.LookupResponse, error) {
 	a, err := i.lookup(req)
-	return &kvferrypb.LookupResponse{Announcement: a}, err
+	return &kvferrypb.LookupResponse{Announcement: a, Continues: i.goesOn}, err
 }
 
 func (i *impostor) Push(s grpc.BidiStreamingServer[kvferrypb.PushRequest, kvferrypb.PushResponse]) error {
@@ -738,6 +740,51 @@ func TestUntrueReferenceIsAsked(t *testing.T) {
 		if res, err := d.retrieve(string(bad.Request), text, 0, deadline); client.CodeOf(err) != kvferrypb.Failure_INVALID {
 			t.Errorf("another %s: %v, %v, want INVALID", name, res, err)
 		}
+	}
+}
+
+// TestOwnerThatGoesOnAndOn: a reader believes an owner that another publication
+// goes on for the one that was asked for, but not for another request, not an
+// older one, and not for ever.
+func TestOwnerThatGoesOnAndOn(t *testing.T) {
+	decode := startNode(t, "decode", nil, [2]string{"timers.attempts", "3"})
+	d := openEngine(t, decode)
+	imp := startImpostor(t, decode, nil)
+	imp.goesOn = true
+	other, _ := imp.announce(t, honest("r2"))
+	_, ref := imp.announce(t, manager.Publication{ID: 2, Request: "r1", Final: true, Streams: honest("r1").Streams})
+	d.ingest("r1")
+	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) { // an older one
+		return &kvferrypb.Announcement{Message: other.Full, Request: "r2"}, nil
+	}
+	_, err := d.retrieve("r1", ref, 0, deadline)
+	code(t, "an older one", err, kvferrypb.Failure_MALFORMED)
+
+	_, otherRef := imp.announce(t, manager.Publication{ID: 3, Request: "r4", Final: true, Streams: honest("r4").Streams})
+	next := manager.PublicationID(3)
+	var one sync.Mutex
+	ends := func(r id.Request) *kvferrypb.Announcement { // what it announces has always ended
+		one.Lock()
+		defer one.Unlock()
+		next++
+		a, _ := imp.announce(t, manager.Publication{ID: next, Request: r, Final: true, Streams: honest(r).Streams})
+		imp.seals.Store(a.Seal, 0)
+		return &kvferrypb.Announcement{Message: a.Full, Request: string(r)}
+	}
+	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) { return ends("r3"), nil }
+	d.ingest("r4")
+	_, err = d.retrieve("r4", otherRef, 0, deadline)
+	code(t, "another request's", err, kvferrypb.Failure_INVALID)
+
+	var asked atomic.Int32
+	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) {
+		asked.Add(1)
+		return ends("r1"), nil
+	}
+	_, err = d.retrieve("r1", ref, 0, deadline)
+	code(t, "for ever", err, kvferrypb.Failure_STALE)
+	if n := asked.Load(); n > 20 {
+		t.Errorf("it was asked %d times", n)
 	}
 }
 

@@ -19,6 +19,8 @@ import (
 const (
 	holdReleased = "released" // every reader that it was for has acknowledged
 	holdExpired  = "expired"  // its hold or its greatest age ran out
+	// Its pages went to the host, and it is published again under another name.
+	holdOffloaded = "offloaded"
 )
 
 // ackResult is what became of an acknowledgement.
@@ -118,6 +120,9 @@ type held struct {
 type tomb struct {
 	cause string
 	at    time.Time
+	final bool        // it was SEALED
+	next  id.Sequence // what goes on for it; 0: nothing
+	seal  uint32      // of one that has a next: the word that references to it name
 }
 
 // heldEnd is a publication that has ended.
@@ -202,6 +207,12 @@ func (h *holds) lease(now time.Time, seq id.Sequence, r reader) (time.Duration, 
 func (h *holds) acknowledge(now time.Time, seq id.Sequence, r reader, outcome kvferrypb.CompleteItem_Outcome) ackResult {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	// What was said of the one that has ended counts for the one that goes on.
+	sealed := true
+	if t, ok := h.tombs[seq]; ok && t.next != 0 {
+		sealed = t.final
+		seq, _ = h.newest(seq)
+	}
 	p, err := h.find(now, seq)
 	result := ackDuplicate
 	switch {
@@ -216,7 +227,7 @@ func (h *holds) acknowledge(now time.Time, seq id.Sequence, r reader, outcome kv
 			result = ackCounted
 		}
 		// What has landed of an OPEN one is not all of it yet.
-		last := outcome == kvferrypb.CompleteItem_DECLINED || outcome == kvferrypb.CompleteItem_LANDED && p.final
+		last := outcome == kvferrypb.CompleteItem_DECLINED || outcome == kvferrypb.CompleteItem_LANDED && p.final && sealed
 		if last && !p.done[r.life.Node] && len(p.done) < p.readers {
 			p.done[r.life.Node] = true
 			result = ackCounted
@@ -238,6 +249,47 @@ func (h *holds) end(now time.Time, seq id.Sequence, cause string) []id.Life {
 	}
 	h.drop(p, now)
 	return h.bury(p, now, cause).readers
+}
+
+// succeed ends a publication, which goes on as another one: with its readers and
+// those of them that are done, with its leases, and until the same time. seal is
+// the word that it had. It returns who held a lease; ok is false if it had ended.
+func (h *holds) succeed(now time.Time, seq, next id.Sequence, seal uint32) (readers []id.Life, ok bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	p := h.live[seq]
+	if p == nil {
+		return nil, false
+	}
+	h.drop(p, now)
+	readers = h.bury(p, now, holdOffloaded).readers
+	t := h.tombs[seq]
+	t.next, t.seal = next, seal
+	h.tombs[seq] = t
+	heir := *p
+	heir.seq = next
+	h.count += len(heir.leases)
+	h.live[next] = &heir
+	heap.Push(&h.heap, &heir)
+	h.fix(&heir, now)
+	return readers, true
+}
+
+// successor is what goes on for a publication that has ended, and the seal word
+// that it had itself; ok is false if there is none.
+func (h *holds) successor(seq id.Sequence) (next id.Sequence, seal uint32, ok bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	next, ok = h.newest(seq)
+	return next, h.tombs[seq].seal, ok
+}
+
+// newest follows a publication to the last one that goes on for it.
+func (h *holds) newest(seq id.Sequence) (_ id.Sequence, moved bool) {
+	for h.tombs[seq].next != 0 {
+		seq, moved = h.tombs[seq].next, true
+	}
+	return seq, moved
 }
 
 // due ends and returns every publication whose time has come, and drops every
@@ -355,7 +407,7 @@ func (h *holds) bury(p *held, now time.Time, cause string) heldEnd {
 	delete(h.live, p.seq)
 	h.count -= len(p.leases)
 	h.forget(now, h.timers.tombstones-1)
-	h.tombs[p.seq] = tomb{cause: cause, at: now}
+	h.tombs[p.seq] = tomb{cause: cause, at: now, final: p.final}
 	h.order = append(h.order, p.seq)
 	e := heldEnd{seq: p.seq, cause: cause}
 	for r := range p.leases {

@@ -74,6 +74,33 @@ func (l *ledger) due(want string) {
 	}
 }
 
+// succeed makes next go on for a publication whose seal word was 7.
+func (l *ledger) succeed(seq, next id.Sequence, readers ...id.Node) {
+	l.t.Helper()
+	lives, ok := l.h.succeed(l.now, seq, next, 7)
+	var nodes []id.Node
+	for _, life := range lives {
+		nodes = append(nodes, life.Node)
+	}
+	if !ok || !slices.Equal(nodes, readers) {
+		l.t.Errorf("%d goes on for %d: %v, and it was leased by %v, want %v", next, seq, ok, nodes, readers)
+	}
+}
+
+// ends checks how a publication ends now; "" for not.
+func (l *ledger) ends(seq id.Sequence, want string) {
+	l.t.Helper()
+	got := ""
+	for _, e := range l.h.due(l.now) {
+		if e.seq == seq {
+			got = e.cause
+		}
+	}
+	if got != want {
+		l.t.Fatalf("after %v %d ended as %q, want %q", l.now.Sub(l.t0), seq, got, want)
+	}
+}
+
 // reads is the first attempt of the first life of a node.
 func reads(node id.Node) reader {
 	return reader{life: id.Life{Node: node, Incarnation: 1}, attempt: 1}
@@ -181,6 +208,85 @@ func TestHolds(t *testing.T) {
 			l.due("")
 			l.at(20)
 			l.due("released")
+		},
+		"what goes on has the same hold": func(l *ledger) {
+			l.publish(1, sealed)
+			l.at(20)
+			l.succeed(1, 2)
+			l.at(29.9)
+			l.ends(2, "")
+			l.due("")
+			l.at(30)
+			l.ends(2, "expired")
+		},
+		"what goes on has the same leases": func(l *ledger) {
+			l.publish(1, sealed)
+			l.at(25)
+			l.lease(1, reads("d"))
+			l.succeed(1, 2, "d")
+			l.at(40)
+			l.ends(2, "")
+			if _, err := l.h.lease(l.now, 1, reads("d")); !errors.Is(err, publish.ErrEnded) {
+				l.t.Errorf("the old one is leased: %v", err)
+			}
+			l.lease(2, reads("d"))
+			l.at(59)
+			l.ends(2, "")
+			l.at(60)
+			l.ends(2, "expired")
+			if n := l.h.leased(); n != 0 {
+				l.t.Errorf("%d leases are left", n)
+			}
+		},
+		"what goes on counts no reader twice": func(l *ledger) {
+			l.publish(1, holdOptions{final: true, readers: 2})
+			l.ack(1, reads("d"), landed, ackCounted)
+			l.succeed(1, 2)
+			l.ack(2, reads("d"), landed, ackDuplicate)
+			l.ends(2, "")
+			l.succeed(2, 3)
+			l.ack(3, reads("e"), landed, ackCounted)
+			l.ends(3, "released")
+		},
+		"an acknowledgement of what has ended counts for what goes on": func(l *ledger) {
+			l.publish(1, sealed)
+			l.lease(1, reads("d"))
+			l.succeed(1, 2, "d")
+			l.succeed(2, 3, "d")
+			l.ack(1, reads("d"), landed, ackCounted)
+			l.ends(3, "released")
+		},
+		"what has landed of an open one is not all of what goes on": func(l *ledger) {
+			l.publish(1, holdOptions{})
+			l.lease(1, reads("d"))
+			l.succeed(1, 2, "d")
+			l.publish(2, sealed)
+			l.ack(1, reads("d"), landed, ackCounted) // the lease
+			l.ends(2, "")
+			l.ack(1, reads("e"), declined, ackCounted)
+			l.ends(2, "released")
+		},
+		"what has ended has no heir": func(l *ledger) {
+			l.publish(1, sealed)
+			l.h.end(l.now, 1, "revoked")
+			if _, ok := l.h.succeed(l.now, 1, 2, 7); ok || l.h.live[2] != nil {
+				l.t.Error("it has")
+			}
+			if _, _, ok := l.h.successor(1); ok {
+				l.t.Error("it has")
+			}
+		},
+		"what has gone on is forgotten like all": func(l *ledger) {
+			l.publish(1, sealed)
+			l.succeed(1, 2)
+			if next, seal, ok := l.h.successor(1); !ok || next != 2 || seal != 7 {
+				l.t.Errorf("%d, %d, %v", next, seal, ok)
+			}
+			l.at(601)
+			l.ends(2, "expired")
+			if next, _, ok := l.h.successor(1); ok {
+				l.t.Errorf("%d is remembered", next)
+			}
 		},
 		"renewals end with the greatest age": func(l *ledger) {
 			l.publish(1, sealed)

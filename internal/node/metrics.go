@@ -36,6 +36,9 @@ type metrics struct {
 	badMessages      *prometheus.CounterVec
 	pushDropped      prometheus.Counter
 	holdSeconds      prometheus.Histogram
+	offloads         *prometheus.CounterVec
+	hostBytes        *prometheus.CounterVec
+	evictions        *prometheus.CounterVec
 	beaconSeconds    prometheus.Histogram
 	notPassed        prometheus.Counter
 }
@@ -79,9 +82,18 @@ func newMetrics(n *Node) *metrics {
 	m.badMessages = counter("bad_messages_total", "Messages of peers that were refused.", "surface")
 	m.pushDropped = counter("pushes_dropped_total", "Pushes left to gossip since the peer's queue was full.").WithLabelValues()
 	m.holdSeconds = histogram("hold_seconds", "Time from the first publish of a publication to its end.", prometheus.ExponentialBuckets(0.01, 3, 12))
+	m.offloads = counter("offloads_total", "Moves of requests to the host and back, by how they ended.", "direction", "result")
+	m.hostBytes = counter("host_bytes_total", "Bytes copied to the host and back.", "direction")
+	m.evictions = counter("evictions_total", "Requests that were offloaded to make room, by what for.", "cause")
 	m.beaconSeconds = histogram("gossip_beacon_seconds", "Time from a beacon of ours to the answer of a member.", seconds)
 	m.notPassed = counter(droppedTotal, droppedHelp, "reason").WithLabelValues("not_passed")
 
+	for _, direction := range []string{"offload", "reload"} {
+		m.hostBytes.WithLabelValues(direction)
+		for _, result := range []string{"ok", "removed", "cut", "failed"} {
+			m.offloads.WithLabelValues(direction, result)
+		}
+	}
 	m.retrieveSeconds.WithLabelValues("read")
 	for _, by := range n.config.Transfer.Transports {
 		m.retrievals.WithLabelValues("ok", by)
@@ -92,7 +104,8 @@ func newMetrics(n *Node) *metrics {
 		}
 	}
 	for vec, values := range map[*prometheus.CounterVec][]string{
-		m.stale: {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
+		m.evictions: {forAdmit, forRetrieve, forReload},
+		m.stale:     {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
 		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "push", "push_pull"},
 		m.rejects: {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"}, // of page.Difference
 	} {
@@ -143,7 +156,7 @@ func (m *metrics) renewal(refused string) {
 	switch refused {
 	case "":
 		refused = "granted"
-	case holdReleased, holdExpired, "revoked", "unknown", refusedFull, "failed":
+	case holdReleased, holdExpired, holdOffloaded, "revoked", "unknown", refusedFull, "failed":
 	default:
 		refused = "other" // it is the peer's word, and labels are bounded
 	}
@@ -180,15 +193,16 @@ func (s snapshot) state(out samples) {
 	out.gauge("sessions", "Engines at work.", float64(n.sessions.count()))
 	out.gauge("registered_bytes", "Memory that peers can read.", float64(n.geometry.Layout.Bytes())*float64(len(n.ranks)))
 	c := n.manager.Counts()
-	out.gauges("pages", "Pages by state; published ones are in other states, too.", "state", map[string]int{
+	out.gauges("pages", "Pages by state; published ones are in other states, too, and those of the host are no part of the arena.", "state", map[string]int{
 		"free": c.Free, "owned": c.Owned, "limbo": c.Limbo, "quarantine": c.Quarantine, "sink": c.Sink, "published": c.Published,
+		"host_free": c.HostFree, "host_used": c.HostUsed,
 	})
 	out.count("arena_faults_total", "Releases that the arena refused: a bug if not 0.", uint64(c.Faults))
 }
 
 // owner is what this node publishes.
 func (s snapshot) owner(out samples, now time.Time) {
-	ends := map[string]uint64{"released": 0, "expired": 0, "revoked": 0, "failed": 0}
+	ends := map[string]uint64{"released": 0, "expired": 0, "revoked": 0, "offloaded": 0, "failed": 0}
 	maps.Copy(ends, s.node.owner.endings())
 	out.counts("publications_total", "Publications that ended.", "outcome", ends)
 	h := s.node.owner.holds.stats(now)

@@ -112,18 +112,18 @@ func words() map[string][]string {
 	return map[string][]string{
 		"version": {""}, "go": {runtime.Version()},
 		"code": codes, "transport": {"tcp", "none"}, "from": {}, "to": {}, "phase": {"read"},
-		"state":   {"free", "owned", "limbo", "quarantine", "sink", "published", "open", "sealed", "leased", "waiting", "queued", "reading", "backoff", "connected", "connecting", "failed", "suspect", "announced", "reserved"},
-		"outcome": {"released", "expired", "revoked", "failed"}, "kind": {"publication", "retrieval"}, "where": {"reader"},
+		"state":   {"free", "owned", "limbo", "quarantine", "sink", "published", "host_free", "host_used", "open", "sealed", "leased", "waiting", "queued", "reading", "backoff", "connected", "connecting", "failed", "suspect", "announced", "reserved"},
+		"outcome": {"released", "expired", "revoked", "offloaded", "failed"}, "kind": {"publication", "retrieval"}, "where": {"reader"},
 		"result": {
-			"granted", "renewed", "refused", "ran_out", "counted", "duplicate", "late", "unknown", "dropped", "lost", "released", "expired", "revoked", "full", "failed", "other",
+			"granted", "renewed", "refused", "ran_out", "counted", "duplicate", "late", "unknown", "dropped", "lost", "released", "expired", "revoked", "offloaded", "full", "failed", "other", "removed", "cut",
 			"ok", "identity", "held", "stale", "answered",
 		},
 		"why":       {"garbage", "stranger", "out_of_range", "stale", "busy", "evicted", "unfit", "collision"},
 		"field":     {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"},
 		"surface":   {"engine", "fd", "peer", "data", "gossip", "push", "push_pull"},
-		"direction": {"in", "out"}, "by": {"peers", "us"}, "queue": {"memberlist", "own"}, "which": {"max", "floor"},
+		"direction": {"in", "out", "offload", "reload"}, "by": {"peers", "us"}, "queue": {"memberlist", "own"}, "which": {"max", "floor"},
 		"reason": {"outbox_full", "not_offered_again", "not_passed", "malformed", "unknown_version", "old_life", "no_member"},
-		"cause":  {"released", "expired", "owner_gone", "evicted"},
+		"cause":  {"released", "expired", "owner_gone", "evicted", "admit", "retrieve", "reload"},
 		"what": {
 			"in", "out", "made", "overtaken", "shortened", "sent", "received", "ignored", "expected", "heard", "missed", "news", "duplicate", "conflict",
 			"no_room", "window_full", "asked", "repaired", "wished", "applied",

@@ -4,14 +4,14 @@
 // The two stories of a request are told in prefill.go (publish, and let go by
 // the owner's rule) and decode.go (follow, pull, and settle). Around them:
 // peers.go is this node's hold on the others, session.go the engines at work,
-// lease.go who still reads what, sweep.go everything that happens because time
+// lease.go who still reads what, host.go the host tier, sweep.go everything that happens because time
 // passes, gossip.go what the cluster tells, security.go who others prove to be,
 // keyring.go the gossip keys, drain.go the way out, and engine.go, peer.go,
 // admin.go (look), operate.go (change) the three services, thin.
 //
 // Locks are taken in this order, and none is held across I/O or a wait:
 //
-//	sessions → session, owner → follows → follow → peers → peer → (manager, log, board, holds, queue)
+//	sessions → session, owner → follows → follow → peers → peer → tier → (manager, log, board, holds, queue)
 package node
 
 import (
@@ -55,7 +55,10 @@ type Options struct {
 	Logger  *slog.Logger   // default: silent
 	Version string         // shown by status
 
-	wrap func(transfer.Transport) transfer.Transport // for tests: put in front of every transport
+	// For tests: what is put in front of every transport, and what is called
+	// before a stream of a request is copied to or from the host.
+	wrap func(transfer.Transport) transfer.Transport
+	hook func(context.Context, id.Request) error
 }
 
 // Addresses are where a node is reached: what it advertises.
@@ -79,6 +82,7 @@ type Node struct {
 	started  time.Time
 
 	arenas     map[id.Rank]*memory.Region
+	tier       *tier
 	seals      *memory.SealTable
 	manager    *manager.Manager
 	plog       *publish.Log
@@ -168,9 +172,10 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 	n.sessions = newSessions(n)
 	// The node outlives the call that starts it.
 	n.ctx, n.stop = context.WithCancelCause(context.WithoutCancel(ctx))
+	openHost := func(context.Context) error { return n.openHost(o.hook) }
 	openTransports := func(context.Context) error { return n.openTransports(o.wrap) }
 	for _, open := range []func(context.Context) error{
-		n.openIdentity, n.openKeyring, n.openMemory, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
+		n.openIdentity, n.openKeyring, n.openMemory, openHost, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
 	} {
 		if err := open(ctx); err != nil {
 			n.stop(err)
@@ -231,7 +236,7 @@ func (n *Node) spawn(f func()) bool {
 }
 
 func (n *Node) openManager(context.Context) error {
-	m, err := manager.New(manager.Options{Life: n.life, Geometry: n.geometry, Ranks: n.ranks})
+	m, err := manager.New(manager.Options{Life: n.life, Geometry: n.geometry, Ranks: n.ranks, Host: n.tier.layout.Pages})
 	if err != nil {
 		return err
 	}
@@ -291,9 +296,13 @@ func (n *Node) remove(r id.Request, discard bool, outcome kvferrypb.CompleteItem
 func (n *Node) reset(r id.Request, free bool) error {
 	n.sessions.mu.Lock()
 	ends, err := n.owner.reset(time.Now(), r, free)
+	if err != nil { // it is as it was
+		n.sessions.mu.Unlock()
+		return err
+	}
 	f, _ := n.follows.detach(r, errRemoved)
 	n.sessions.mu.Unlock()
 	f.abandon(kvferrypb.CompleteItem_FAILED)
 	n.announceEnds(ends)
-	return err
+	return nil
 }

@@ -106,7 +106,7 @@ func (s peerService) Push(stream grpc.BidiStreamingServer[kvferrypb.PushRequest,
 		case req.GetEnded() != nil:
 			name := id.Publication{Owner: from, Sequence: id.Sequence(req.GetEnded().GetSequence())}
 			n.board.Forget(name)
-			if f := n.follows.from(name); f != nil {
+			if f := n.follows.from(name); f != nil && f.source == name {
 				f.refuse(req.GetEnded().GetCause())
 			}
 		}
@@ -126,11 +126,11 @@ func (s peerService) Lookup(_ context.Context, req *kvferrypb.LookupRequest) (*k
 	if err := s.meant(req.GetIncarnation()); err != nil {
 		return nil, err
 	}
-	full, r, err := s.node.owner.find(time.Now(), id.Sequence(req.GetSequence()), id.Request(req.GetRequest()))
+	full, r, continues, err := s.node.owner.find(time.Now(), id.Sequence(req.GetSequence()), id.Request(req.GetRequest()))
 	if err != nil {
 		return nil, fmt.Errorf("publication %d: %w", req.GetSequence(), err)
 	}
-	return &kvferrypb.LookupResponse{Announcement: &kvferrypb.Announcement{Message: full, Request: string(r)}}, nil
+	return &kvferrypb.LookupResponse{Announcement: &kvferrypb.Announcement{Message: full, Request: string(r)}, Continues: continues}, nil
 }
 
 func (s peerService) Snapshot(req *kvferrypb.SnapshotRequest, stream grpc.ServerStreamingServer[kvferrypb.SnapshotItem]) error {
@@ -167,12 +167,14 @@ func (s peerService) Lease(ctx context.Context, req *kvferrypb.LeaseRequest) (*k
 	}
 	now := time.Now()
 	res := &kvferrypb.LeaseResponse{}
+	var granted []id.Sequence
 	for _, i := range req.GetItems() {
 		lasts, err := s.node.owner.holds.lease(now, id.Sequence(i.GetSequence()), reader{life: life, attempt: i.GetAttempt()})
 		r := &kvferrypb.LeaseResponse_Result{Millis: uint32(lasts.Milliseconds())}
 		ended, isEnded := errors.AsType[*holdEndedError](err)
 		switch {
 		case err == nil:
+			granted = append(granted, id.Sequence(i.GetSequence()))
 		case isEnded:
 			r.Refused = ended.cause
 		case errors.Is(err, publish.ErrFull):
@@ -183,6 +185,7 @@ func (s peerService) Lease(ctx context.Context, req *kvferrypb.LeaseRequest) (*k
 		res.Results = append(res.Results, r)
 	}
 	s.node.kickSweep()
+	s.node.tier.bringFor(granted)
 	return res, nil
 }
 

@@ -621,8 +621,9 @@ func (p *peer) complete(batch []receipt) error {
 	return err
 }
 
-// lookup asks the owner for one of its publications.
-func (p *peer) lookup(ctx context.Context, s id.Sequence, r id.Request) (*kvferrypb.Announcement, error) {
+// lookup asks the owner for one of its publications, or for the one that goes on
+// for it.
+func (p *peer) lookup(ctx context.Context, s id.Sequence, r id.Request) (*kvferrypb.LookupResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	res, err := p.rpc.Lookup(ctx, &kvferrypb.LookupRequest{Incarnation: uint64(p.life.Incarnation), Sequence: uint64(s), Request: string(r)})
@@ -632,7 +633,7 @@ func (p *peer) lookup(ctx context.Context, s id.Sequence, r id.Request) (*kvferr
 		}
 		return nil, err
 	}
-	return res.GetAnnouncement(), nil
+	return res, nil
 }
 
 func (p *peer) wantSnapshot() {

@@ -50,6 +50,7 @@ type published struct {
 	sequence id.Sequence         // of the newest announcement
 	deferred bool                // which waits for room in gossip
 	given    string              // reference, as given out last
+	target   id.Node             // that is to read it; "": nobody in particular
 	session  *session            // who is told when it ends; nil: nobody
 	created  time.Time
 }
@@ -82,8 +83,9 @@ func newOwner(m *manager.Manager, log *publish.Log, seals *memory.SealTable, h *
 // offer is what came of a publish.
 type offer struct {
 	published
-	full []byte   // the announcement with all its pages
-	ends []ending // the publication itself, if it could not go on
+	full    []byte    // the announcement with all its pages
+	readers []id.Life // who is told of it besides the target
+	ends    []ending  // the publication itself, if it could not go on
 }
 
 // publish offers what is committed of a request. It returns the publication
@@ -104,17 +106,12 @@ func (o *owner) publish(now time.Time, s *session, r id.Request, po publishOptio
 	// publication again.
 	p := o.published[value.ID]
 	if p == nil {
-		name, seal, word, err := o.log.Reserve(value.ID)
-		if err != nil {
-			o.manager.Unsealed(value.ID)
+		if p, err = o.openLocked(now, value.ID); err != nil {
 			return offer{}, fmt.Errorf("publish %q: %w", r, err)
 		}
-		o.seals.Store(seal, word)
-		p = &published{id: value.ID, name: name, seal: seal, session: s, created: now}
-		o.published[p.id] = p
-		o.bySeq[name.Sequence] = p
+		p.session = s
 	}
-	p.value = value
+	p.value, p.target = value, po.target
 	// Held before it is announced, so that whoever hears of it gets its lease.
 	if err := o.holds.publish(now, p.name.Sequence, holdOptions{readers: po.readers, hold: po.hold, final: po.final}); err != nil {
 		return o.failLocked(now, p, fmt.Errorf("publish %q: %w", r, err))
@@ -134,6 +131,20 @@ func (o *owner) publish(now time.Time, s *session, r id.Request, po publishOptio
 		return o.failLocked(now, p, fmt.Errorf("publish %q: %w", r, err))
 	}
 	return offer{published: *p, full: announced.Full}, nil
+}
+
+// openLocked gives a publication of the manager its name and its seal word. If
+// it can't, the publication has ended.
+func (o *owner) openLocked(now time.Time, i manager.PublicationID) (*published, error) {
+	name, seal, word, err := o.log.Reserve(i)
+	if err != nil {
+		o.manager.Unsealed(i)
+		return nil, err
+	}
+	o.seals.Store(seal, word)
+	p := &published{id: i, name: name, seal: seal, created: now}
+	o.published[i], o.bySeq[name.Sequence] = p, p
+	return p, nil
 }
 
 // publishes says that a live publication is the request's.
@@ -157,6 +168,11 @@ func (o *owner) remove(now time.Time, r id.Request, discard bool) ([]ending, err
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	removed, err := o.manager.Remove(r, discard)
+	for _, i := range removed.Lives {
+		if p := o.published[i]; p != nil && away(p.value) { // its tokens are gone
+			removed.Unseal = append(removed.Unseal, i)
+		}
+	}
 	return o.unsealLocked(now, removed.Unseal, "revoked"), err
 }
 
@@ -166,6 +182,15 @@ func (o *owner) reset(now time.Time, r id.Request, free bool) ([]ending, error) 
 	defer o.mu.Unlock()
 	removed, err := o.manager.Reset(r, free)
 	return o.unsealLocked(now, removed.Unseal, "revoked"), err
+}
+
+// commit ends a step; see [manager.Manager.Commit]. As one, so that no publish
+// goes on with what a fork has replaced.
+func (o *owner) commit(now time.Time, t manager.Token) (manager.Committed, []ending, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	committed, err := o.manager.Commit(t)
+	return committed, o.unsealLocked(now, committed.Unseal, "revoked"), err
 }
 
 // unseal ends publications whose pages the manager has taken from a request.
@@ -179,6 +204,9 @@ func (o *owner) unseal(now time.Time, ids []manager.PublicationID) []ending {
 func (o *owner) revoke(now time.Time, s id.Sequence) ([]ending, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if next, _, ok := o.holds.successor(s); ok {
+		s = next
+	}
 	p := o.bySeq[s]
 	if p == nil {
 		return nil, publish.ErrUnknown
@@ -213,8 +241,15 @@ func (o *owner) unsealLocked(now time.Time, ids []manager.PublicationID, cause s
 	return ends
 }
 
-// freeLocked is the owner's rule: the word first, everything else after.
+// freeLocked ends a publication.
 func (o *owner) freeLocked(now time.Time, p *published, end heldEnd) ending {
+	o.letGoLocked(now, p)
+	o.ended[end.cause]++
+	return ending{p, end.cause, end.readers}
+}
+
+// letGoLocked is the owner's rule: the word first, everything else after.
+func (o *owner) letGoLocked(now time.Time, p *published) {
 	o.seals.Store(p.seal, 0)
 	if err := o.log.Release(now, p.id); err != nil && !errors.Is(err, publish.ErrUnknown) {
 		panic(fmt.Sprintf("release %s: %v", p.name, err)) // we hold it, so the log does
@@ -222,36 +257,37 @@ func (o *owner) freeLocked(now time.Time, p *published, end heldEnd) ending {
 	o.manager.Unsealed(p.id)
 	delete(o.published, p.id)
 	delete(o.bySeq, p.name.Sequence)
-	o.ended[end.cause]++
-	return ending{p, end.cause, end.readers}
 }
 
-// find returns a live publication of ours for a peer, with all its pages. The
-// error wraps [wire.ErrReference] if it is of another request than r; "" is any.
-func (o *owner) find(now time.Time, s id.Sequence, r id.Request) (full []byte, request id.Request, err error) {
+// find returns a live publication of ours for a peer, with all its pages, or the
+// one that goes on for it: then continues. The error wraps [wire.ErrReference]
+// if it is of another request than r; "" is any.
+func (o *owner) find(now time.Time, s id.Sequence, r id.Request) (full []byte, request id.Request, continues bool, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	asked := s
 	if s != 0 {
 		p, err := o.liveLocked(s)
 		if err != nil {
-			return nil, "", err
+			return nil, "", false, err
 		}
 		if r != "" && r != p.value.Request {
-			return nil, "", fmt.Errorf("%s is not of request %q: %w", p.name, r, wire.ErrReference)
+			return nil, "", false, fmt.Errorf("%s is not of request %q: %w", p.name, r, wire.ErrReference)
 		}
+		s = p.name.Sequence
 	}
 	full, name, err := o.log.Find(now, s, r)
 	if cause := o.holds.cause(s); err != nil && cause != "" {
 		err = endedError(cause)
 	}
 	if err != nil {
-		return nil, "", err
+		return nil, "", false, err
 	}
 	p, err := o.liveLocked(name.Sequence)
 	if err != nil {
-		return nil, "", err
+		return nil, "", false, err
 	}
-	return full, p.value.Request, nil
+	return full, p.value.Request, s != asked, nil
 }
 
 // own returns a live publication of ours. The error wraps [wire.ErrReference]
@@ -263,11 +299,19 @@ func (o *owner) own(s id.Sequence, ref *wire.Reference) (published, error) {
 	if err != nil {
 		return published{}, err
 	}
-	return *p, matches(ref, p.name, p.value.Request.Hash(), p.seal)
+	named, seal := p.name, p.seal
+	if _, old, ok := o.holds.successor(s); ok {
+		named.Sequence, seal = s, old
+	}
+	return *p, matches(ref, named, p.value.Request.Hash(), seal)
 }
 
-// liveLocked returns a live publication of ours, or says how it ended.
+// liveLocked returns a live publication of ours, or the one that goes on for it,
+// or says how it ended.
 func (o *owner) liveLocked(s id.Sequence) (*published, error) {
+	if next, _, ok := o.holds.successor(s); ok {
+		s = next
+	}
 	if p := o.bySeq[s]; p != nil {
 		return p, nil
 	}
@@ -279,14 +323,15 @@ func (o *owner) liveLocked(s id.Sequence) (*published, error) {
 }
 
 // matches checks what a reference says of a publication against what its owner
-// says. Without a keyring anybody can write one. ref may be nil.
+// says. Without a keyring anybody can write one. ref may be nil, and may name one
+// that this one goes on for: its seal word was another.
 func matches(ref *wire.Reference, name id.Publication, r id.RequestHash, seal uint32) error {
 	switch {
 	case ref == nil:
 		return nil
 	case ref.Request.Hash() != r:
 		return fmt.Errorf("%s is not of request %q: %w", name, ref.Request, wire.ErrReference)
-	case ref.Seal != seal:
+	case ref.Publication == name && ref.Seal != seal:
 		return fmt.Errorf("%s has seal word %d, not %d: %w", name, seal, ref.Seal, wire.ErrReference)
 	default:
 		return nil
@@ -342,14 +387,25 @@ func (n *Node) publish(s *session, r id.Request, po publishOptions) (published, 
 		n.announceEnds(o.ends)
 		return published{}, err
 	}
-	// The push is the fast way; gossip reaches everybody else, and the target
-	// too if the push is lost.
-	if peer := n.peers.target(po.target); peer != nil {
-		peer.push(pushItem{announcement: o.full, sequence: o.sequence, request: o.value.Request})
-	}
+	n.push(o)
 	o.deferred = n.flushOwn(o.published)
 	n.kickSweep() // its hold may be the next to run out
 	return o.published, nil
+}
+
+// push is the fast way of an announcement to who is to read it; gossip reaches
+// everybody else, and them too if the push is lost.
+func (n *Node) push(o offer) {
+	item := pushItem{announcement: o.full, sequence: o.sequence, request: o.value.Request}
+	target := n.peers.target(o.target)
+	if target != nil {
+		target.push(item)
+	}
+	for _, reader := range o.readers {
+		if peer := n.peers.byLife(reader); peer != nil && peer != target {
+			peer.push(item)
+		}
+	}
 }
 
 // announceEnds tells readers and engines what has ended.

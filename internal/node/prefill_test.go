@@ -20,7 +20,7 @@ func newTestOwner(t *testing.T, timers holdTimers, most int) *owner {
 	t.Helper()
 	life := id.Life{Node: "alpha", Incarnation: 7}
 	layout := page.Layout{Order: page.NHD, DType: page.BF16, Layers: 1, Pages: 64, PageSize: 8, Heads: 1, HeadDim: 8}
-	m, err := manager.New(manager.Options{Life: life, Geometry: page.Geometry{Model: "test", WorldSize: 1, Layout: layout}, Check: true})
+	m, err := manager.New(manager.Options{Life: life, Geometry: page.Geometry{Model: "test", WorldSize: 1, Layout: layout}, Host: 64, Check: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -36,7 +36,7 @@ func newTestOwner(t *testing.T, timers holdTimers, most int) *owner {
 // written ingests a request and commits tokens of it.
 func (o *owner) written(t *testing.T, r id.Request, tokens int) {
 	t.Helper()
-	if err := o.manager.Ingest(r, manager.Needs{}); err != nil {
+	if err := o.manager.Ingest(r, manager.RequestConfig{}); err != nil {
 		t.Fatal(err)
 	}
 	token, err := o.manager.Admit(manager.Step{Segments: []manager.Segment{{Request: r, Label: id.Main, Span: tokens}}})
@@ -184,7 +184,7 @@ func TestOwnersRule(t *testing.T) {
 				if _, err := o.holds.lease(time.Now(), p.name.Sequence, reader); !errors.Is(err, publish.ErrEnded) {
 					t.Errorf("a lease after the end: %v", err)
 				}
-				if _, _, err := o.find(time.Now(), p.name.Sequence, "r1"); err == nil {
+				if _, _, _, err := o.find(time.Now(), p.name.Sequence, "r1"); err == nil {
 					t.Error("it is found after its end")
 				}
 			})

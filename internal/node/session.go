@@ -31,22 +31,27 @@ const (
 type sessions struct {
 	node *Node
 
+	plans sync.Pool // of *manager.Plans: the buffers that plans are made in
+
 	mu       sync.Mutex
 	byToken  map[string]*session
 	requests map[id.Request]*session
+	lastLane manager.Lane
 }
 
 // session is one engine.
 type session struct {
 	token  string
 	engine string
+	lane   manager.Lane    // never used again
 	ctx    context.Context //nolint:containedctx // the session's own life, ended by stop
 	stop   context.CancelCauseFunc
 	calls  sync.WaitGroup // those that are at work; Add under mu, never when ended
 
 	mu       sync.Mutex
 	ended    bool
-	steps    map[manager.Token]struct{}
+	steps    map[manager.Token]*step
+	staged   *step              // of steps; nil: none
 	events   []*kvferrypb.Event // not acknowledged; their sequences have no gap
 	sequence uint64             // of the newest event
 	changed  chan struct{}      // closed at every event, then replaced
@@ -61,7 +66,7 @@ func newSessions(n *Node) *sessions {
 func newSession(now time.Time, token, engine string) *session {
 	s := &session{
 		token: token, engine: engine,
-		steps: make(map[manager.Token]struct{}), changed: make(chan struct{}), detached: now,
+		steps: make(map[manager.Token]*step), changed: make(chan struct{}), detached: now,
 	}
 	s.ctx, s.stop = context.WithCancelCause(context.Background())
 	return s
@@ -74,6 +79,8 @@ func (ss *sessions) open(now time.Time, engine string) (*session, error) {
 	if len(ss.byToken) >= maxSessions {
 		return nil, fmt.Errorf("open a session: %d are open: %w", len(ss.byToken), errTooMany)
 	}
+	ss.lastLane++
+	s.lane = ss.lastLane
 	ss.byToken[s.token] = s
 	return s, nil
 }
@@ -94,13 +101,13 @@ func (ss *sessions) count() int {
 }
 
 // ingest begins a request and makes it the session's, unless it is another's.
-func (ss *sessions) ingest(s *session, r id.Request, needs manager.Needs) error {
+func (ss *sessions) ingest(s *session, r id.Request, c manager.RequestConfig) error {
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
 	if other := ss.requests[r]; other != nil && other != s {
 		return fmt.Errorf("request %q is session %s's: %w", r, other.engine, errForeign)
 	}
-	if err := ss.node.manager.Ingest(r, needs); err != nil {
+	if err := ss.node.manager.Ingest(r, c); err != nil {
 		return err
 	}
 	ss.requests[r] = s
@@ -233,6 +240,7 @@ func (s *session) end() (steps []manager.Token) {
 		steps = append(steps, t)
 	}
 	clear(s.steps)
+	s.staged = nil
 	return steps
 }
 
@@ -305,25 +313,6 @@ func (s *session) since(after uint64) (events []*kvferrypb.Event, more <-chan st
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.events[s.upTo(after):]), s.changed
-}
-
-func (s *session) begin(t manager.Token) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.steps[t] = struct{}{}
-}
-
-// step checks that a step is the session's, and ends it there if it is to end.
-func (s *session) step(t manager.Token, end bool) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if _, ok := s.steps[t]; !ok {
-		return fmt.Errorf("step %d: %w", t, manager.ErrUnknownToken)
-	}
-	if end {
-		delete(s.steps, t)
-	}
-	return nil
 }
 
 func releasedEvent(r id.Request, reference, cause string) *kvferrypb.Event {

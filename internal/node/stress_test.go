@@ -15,9 +15,10 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-// TestStress lets several engines on three nodes do at random whatever engines
-// may do, over transports that fail. What is ready must have the right bytes,
-// and at the end every page of every node is free.
+// TestStress lets eight engines on three nodes do at random whatever engines
+// may do, over transports that fail. What a reader is told is ready must be one
+// publish, whole, what an owner has written must be there, and at the end every
+// page of every node is free and nothing runs.
 func TestStress(t *testing.T) {
 	set := [][2]string{
 		{"timers.lease", "400ms"},
@@ -51,21 +52,20 @@ func TestStress(t *testing.T) {
 		nodes = append(nodes, startWith(t, configure(t, fmt.Sprintf("node-%d", i), seed, set...), wrap))
 	}
 	awaitPeers(t, nodes...)
+	seats := [...]int{3, 3, 2}
 	end := time.Now().Add(*soak)
+	var lib library
 	var work sync.WaitGroup
-	var ready, done [3]int
+	var all []*baboon
 	for i, n := range nodes {
-		for j := range 2 {
-			e := openEngine(t, n)
+		for j := range seats[i] {
+			b := &baboon{engine: openEngine(t, n), node: i, seat: j, rng: rand.New(rand.NewPCG(uint64(i), uint64(j))), lib: &lib, book: make(book)}
+			all = append(all, b)
 			work.Go(func() {
-				b := &baboon{engine: e, node: i, seat: j, rng: rand.New(rand.NewPCG(uint64(i), uint64(j)))}
 				for time.Now().Before(end) && !t.Failed() {
 					b.act()
 				}
-				if j == 0 {
-					ready[i], done[i] = b.ready, b.done
-				}
-				if err := e.Close(); err != nil {
+				if err := b.Close(); err != nil {
 					t.Error(err)
 				}
 			})
@@ -74,20 +74,31 @@ func TestStress(t *testing.T) {
 	work.Wait()
 	for _, n := range nodes {
 		awaitAllFree(t, n)
+		if c := n.Counts(); c.Requests+c.Steps+c.Publications+c.Retrievals+c.Moves+c.Published+c.HostUsed+c.Faults != 0 {
+			t.Errorf("%s: %+v", n.Life(), c)
+		}
 	}
-	t.Logf("ready %v of acts %v", ready, done)
-	if ready[0]+ready[1]+ready[2] == 0 {
-		t.Error("nothing was ever ready: the test shows nothing")
+	var sum baboon
+	for _, b := range all {
+		sum.done, sum.ready, sum.forked, sum.staged = sum.done+b.done, sum.ready+b.ready, sum.forked+b.forked, sum.staged+b.staged
+	}
+	t.Logf("of %d acts %d made something ready, %d forked, %d took what was staged", sum.done, sum.ready, sum.forked, sum.staged)
+	if sum.ready == 0 || sum.forked == 0 || sum.staged == 0 {
+		t.Error("the test shows nothing")
 	}
 }
 
 // baboon is an engine without a plan. A request is its publisher's by name:
-// "NODE-SEAT-N" is written by that node's seat, and read by all others.
+// "NODE-SEAT-N" is written by that seat of that node, and read by the others. N
+// says what is in it: 0 has the label main alone, 1 has also cfg, 2 has both
+// and a retention.
 type baboon struct {
 	*engine
-	node, seat  int
-	rng         *rand.Rand
-	ready, done int
+	node, seat                  int
+	rng                         *rand.Rand
+	lib                         *library // of all
+	book                        book     // of what is written here
+	ready, done, forked, staged int
 }
 
 // allowed are the failures that may meet who does everything at once.
@@ -104,72 +115,176 @@ func (b *baboon) check(what string, err error) bool {
 	return err == nil
 }
 
+// one says yes once in n times.
+func (b *baboon) one(n int) bool { return b.rng.IntN(n) == 0 }
+
 func (b *baboon) act() {
 	b.done++
-	mine := fmt.Sprintf("%d-%d-%d", b.node, b.seat, b.rng.IntN(3))
-	theirs := fmt.Sprintf("%d-%d-%d", (b.node+1+b.rng.IntN(2))%3, b.seat, b.rng.IntN(3))
+	n := b.rng.IntN(3)
+	mine := fmt.Sprintf("%d-%d-%d", b.node, b.seat, n)
+	theirs := fmt.Sprintf("%d-%d-%d", (b.node+1+b.rng.IntN(2))%3, b.seat, n)
+	labels := []string{"main", "cfg"}[:min(n+1, 2)]
 	any := []string{mine, theirs}[b.rng.IntN(2)]
-	switch b.rng.IntN(12) {
+	switch b.rng.IntN(15) {
 	case 0, 1, 2:
-		_, err := b.Ingest(b.ctx(), &kvferrypb.IngestRequest{Request: mine})
+		req := &kvferrypb.IngestRequest{Request: mine}
+		if n == 2 {
+			req.Retention = []*kvferrypb.IngestRequest_Retention{{Budget: 24, Prefix: 8}}
+		}
+		_, err := b.Ingest(b.ctx(), req)
 		b.check("ingest", err)
-		b.check("write", b.tryWrite(mine, 1+b.rng.IntN(30)))
+		b.check("write", b.write(b.random(mine, labels)))
 	case 3, 4:
-		req := &kvferrypb.PublishRequest{Request: mine, Final: b.rng.IntN(2) == 0}
-		if b.rng.IntN(2) == 0 {
+		req := &kvferrypb.PublishRequest{Request: mine, Final: b.one(2)}
+		if b.one(2) {
 			req.Target = fmt.Sprintf("node-%d", b.rng.IntN(3))
 		}
+		b.lib.add(mine, b.book.of(mine))
 		_, err := b.Publish(b.ctx(), req)
 		b.check("publish", err)
 	case 5, 6, 7, 8:
-		_, err := b.Ingest(b.ctx(), &kvferrypb.IngestRequest{Request: theirs})
-		b.check("ingest", err)
-		var cancelled chan struct{}
-		if b.rng.IntN(4) == 0 { // while it waits
-			cancelled = make(chan struct{})
-			go func() {
-				defer close(cancelled)
-				_, err := b.Cancel(b.ctx(), &kvferrypb.CancelRequest{Request: theirs})
-				b.check("cancel", err)
-			}()
-		}
-		res, err := b.AdmitRetrieve(b.ctx(), &kvferrypb.AdmitRetrieveRequest{
-			Request: theirs, MinTokens: uint32(b.rng.IntN(2)), Wait: durationpb.New(time.Duration(b.rng.IntN(30)) * time.Millisecond),
-		})
-		if cancelled != nil {
-			<-cancelled
-		}
-		if b.check("retrieve", err) && res.GetReadiness() == kvferrypb.Readiness_READY {
-			b.ready++
-			b.look(theirs)
-		}
+		b.bring(theirs, labels)
 	case 9:
-		_, err := b.Remove(b.ctx(), &kvferrypb.RemoveRequest{Request: any, Discard: b.rng.IntN(3) == 0})
-		b.check("remove", err)
+		_, err := b.Remove(b.ctx(), &kvferrypb.RemoveRequest{Request: any, Discard: b.one(3)})
+		if b.check("remove", err) {
+			delete(b.book, any)
+		}
 	case 10:
-		_, err := b.Reset(b.ctx(), &kvferrypb.ResetRequest{Request: any, Free: b.rng.IntN(2) == 0})
-		b.check("reset", err)
-	case 11:
-		step, err := b.Admit(b.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{{Request: any, Span: 3}}})
-		if b.check("admit", err) && b.rng.IntN(2) == 0 {
-			_, err = b.Abort(b.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()})
-			b.check("abort", err)
-		} else if err == nil { // without having written: never published, so nobody is fooled
-			_, err = b.Abort(b.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()})
-			b.check("abort", err)
-			_, err = b.Reset(b.ctx(), &kvferrypb.ResetRequest{Request: any, Free: true})
-			b.check("reset", err)
+		b.reset(any, b.one(2))
+	case 11: // without having written: never committed, so nobody is fooled
+		step, err := b.Admit(b.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment(any, "", 3)}})
+		if !b.check("admit", err) {
+			return
+		}
+		_, err = b.Abort(b.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()})
+		b.check("abort", err)
+		if b.one(2) {
+			b.reset(any, true)
+		}
+	case 12:
+		if got, err := b.read(mine, labels...); b.check("look", err) {
+			if d := b.book.of(mine).differs(got); d != "" {
+				b.t.Errorf("node %d seat %d: of its own %s, %s", b.node, b.seat, mine, d)
+			}
+		}
+	case 13:
+		_, err := b.Unstage(b.ctx(), &kvferrypb.UnstageRequest{})
+		b.check("unstage", err)
+	case 14:
+		// Moves to the host and back belong here.
+	}
+}
+
+// random is a step on a request of this seat's.
+func (b *baboon) random(r string, labels []string) *kvferrypb.AdmitRequest {
+	req := &kvferrypb.AdmitRequest{Plan: true, Discard: b.one(5)}
+	for _, l := range labels {
+		if !b.one(4) {
+			req.Segments = append(req.Segments, segment(r, l, b.rng.IntN(15)))
+		}
+	}
+	if len(req.GetSegments()) == 0 {
+		req.Segments = []*kvferrypb.Segment{segment(r, "", 1)}
+	}
+	if len(req.GetSegments()) == 2 && b.one(3) {
+		req.Combined = []*kvferrypb.Combined{{Sources: []string{"cfg", "main"}, Label: "both"}}
+	}
+	if b.one(4) {
+		req.Lease = &kvferrypb.AdmitRequest_Lease{Slot: 1, Tokens: 20}
+	}
+	if len(labels) == 2 && b.one(2) {
+		// Only from what is there: a stream that a step has made and an abort
+		// has left is empty, and not in the book.
+		from, to := "main", "cfg"
+		if b.one(3) {
+			from, to = to, from
+		}
+		if len(b.book.of(r)[from]) > 0 {
+			if b.one(2) {
+				req.PreForks = forks(from, to)
+			} else {
+				req.PostForks = forks(from, to)
+			}
+		}
+	}
+	return req
+}
+
+// write does a step: some are staged first, and some of those are never asked
+// for; some are ended twice at once.
+func (b *baboon) write(req *kvferrypb.AdmitRequest) error {
+	var ahead uint64
+	if b.one(3) {
+		step, err := b.Stage(b.ctx(), req)
+		b.check("stage", err)
+		ahead = step.GetStep()
+		if b.one(4) {
+			return nil
+		}
+	}
+	step, err := b.Admit(b.ctx(), req)
+	if err != nil {
+		return err
+	}
+	if ahead != 0 && step.GetStep() == ahead {
+		b.staged++
+	}
+	if b.one(6) {
+		aborted := make(chan error, 1)
+		go func() {
+			_, err := b.Abort(b.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()})
+			aborted <- err
+		}()
+		err := b.book.finish(b.engine, req, step)
+		if abort := <-aborted; (err == nil) == (abort == nil) {
+			b.t.Errorf("commit = %v, abort = %v of one step", err, abort)
+		}
+		return err
+	}
+	if err := b.book.finish(b.engine, req, step); err != nil {
+		b.t.Errorf("commit: %v", err)
+	}
+	if len(req.GetPreForks())+len(req.GetPostForks()) > 0 {
+		b.forked++
+	}
+	return nil
+}
+
+func (b *baboon) reset(r string, free bool) {
+	_, err := b.Reset(b.ctx(), &kvferrypb.ResetRequest{Request: r, Free: free})
+	if b.check("reset", err) && b.book[r] != nil {
+		for l := range b.book[r] {
+			b.book[r][l] = nil
 		}
 	}
 }
 
-// look checks every byte that has landed, if the request can be looked at.
-func (b *baboon) look(r string) {
-	step, err := b.Admit(b.ctx(), &kvferrypb.AdmitRequest{Plan: true, Segments: []*kvferrypb.Segment{{Request: r}}})
-	if !b.check("look", err) {
+// bring retrieves a request of others, and looks at what has come.
+func (b *baboon) bring(r string, labels []string) {
+	_, err := b.Ingest(b.ctx(), &kvferrypb.IngestRequest{Request: r, Needed: &kvferrypb.Labels{Labels: labels}})
+	b.check("ingest", err)
+	var cancelled chan struct{}
+	if b.one(4) { // while it waits
+		cancelled = make(chan struct{})
+		go func() {
+			defer close(cancelled)
+			_, err := b.Cancel(b.ctx(), &kvferrypb.CancelRequest{Request: r})
+			b.check("cancel", err)
+		}()
+	}
+	res, err := b.AdmitRetrieve(b.ctx(), &kvferrypb.AdmitRetrieveRequest{
+		Request: r, MinTokens: uint32(b.rng.IntN(2)), Wait: durationpb.New(time.Duration(b.rng.IntN(30)) * time.Millisecond),
+	})
+	if cancelled != nil {
+		<-cancelled
+	}
+	if !b.check("retrieve", err) || res.GetReadiness() != kvferrypb.Readiness_READY {
 		return
 	}
-	b.compare(r, "main", step.GetPlans()[0])
-	_, err = b.Abort(b.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()})
-	b.check("abort", err)
+	b.ready++
+	if got, err := b.read(r, labels...); b.check("look", err) {
+		if d := b.lib.differs(r, got); d != "" {
+			b.t.Errorf("node %d seat %d: %s", b.node, b.seat, d)
+		}
+	}
 }
