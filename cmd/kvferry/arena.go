@@ -22,11 +22,12 @@ func newArena(t *target) *cobra.Command {
 			list.AppendRow([]any{"geometry", formatGeometry(m.GetGeometry())})
 			list.AppendRow([]any{"memory", fmt.Sprintf("%s a rank, ranks %d", formatBytes(m.GetBytesPerRank()), m.GetRanks())})
 			list.AppendRow([]any{"pages", formatPages(m.GetPages())})
+			list.AppendRow([]any{"host pages", formatHostPages(m.GetPages())})
 			list.Render()
 			fmt.Fprintln(w)
-			rows := newTable(w, "request", "label", "tokens", "pages", "state")
+			rows := newTable(w, "request", "label", "tokens", "released", "pages", "host pages", "state")
 			for _, i := range m.GetItems() {
-				rows.AppendRow([]any{i.GetRequest(), i.GetLabel(), i.GetTokens(), i.GetPages(), i.GetState()})
+				rows.AppendRow([]any{i.GetRequest(), i.GetLabel(), i.GetTokens(), i.GetReleased(), i.GetPages(), i.GetHostPages(), i.GetState()})
 			}
 			rows.Render()
 		},

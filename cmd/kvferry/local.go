@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 
+	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/localcluster"
 )
 
@@ -32,7 +33,7 @@ func newLocal(t *target) *cobra.Command {
 func newLocalUp(t *target) *cobra.Command {
 	o := localcluster.Options{}
 	var layers int
-	var pages string
+	var pages, hostPages, evict string
 	cmd := &cobra.Command{
 		Use:   "up",
 		Short: "Start a cluster and return when every node is ready",
@@ -53,6 +54,7 @@ With --secure every node has a certificate, and gossip a key, made for this
 cluster alone: certificate and key lie in the node's directory, what signed them
 is kept nowhere.`,
 		Example: `  kvferry local up --prefill 2 --decode 2 --layers 2
+  kvferry local up --prefill 1 --decode 1 --pages 33 --host-pages 64
   kvferry local up --name big -c mine.yaml --set arena.pages=4GiB`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -71,6 +73,12 @@ is kept nowhere.`,
 			}
 			if cmd.Flags().Changed("pages") {
 				o.Set = append(o.Set, "arena.pages="+pages)
+			}
+			if cmd.Flags().Changed("host-pages") {
+				o.Set = append(o.Set, "arena.host_pages="+hostPages)
+			}
+			if cmd.Flags().Changed("evict") {
+				o.Set = append(o.Set, "arena.evict="+evict)
 			}
 			begin := time.Now()
 			c, err := localcluster.Up(cmd.Context(), o)
@@ -95,6 +103,9 @@ is kept nowhere.`,
 	f.IntVar(&o.Decode, "decode", 2, "decode nodes")
 	f.IntVar(&layers, "layers", 0, "layers of the KV (default the configuration's)")
 	f.StringVar(&pages, "pages", "", "pages of each rank's arena, such as 1024 or 2GiB (default the configuration's)")
+	f.StringVar(&hostPages, "host-pages", "", "pages of each rank's host tier, such as 1024 or 2GiB (default the configuration's)")
+	f.StringVar(&evict, "evict", "", "what a node that is short of pages moves to its host: recent, the request that was active least recently; pages, the one with the most; never (default the configuration's)")
+	must(cmd.RegisterFlagCompletionFunc("evict", cobra.FixedCompletions([]cobra.Completion{"recent", "pages", "never"}, cobra.ShellCompDirectiveNoFileComp)))
 	f.StringVarP(&o.Config, "config", "c", "", "what all nodes share (default configs/local.yaml, built in)")
 	f.StringArrayVar(&o.Set, "set", nil, "a key over the configuration's; may be repeated")
 	f.BoolVar(&o.Secure, "secure", false, "certificates for all nodes, and a key for gossip")
@@ -194,16 +205,24 @@ func printLocal(w io.Writer, output *format, name string, all []localcluster.Nod
 			Items []localNode `json:"items"`
 		}{name, items})
 	}
-	rows := newTable(w, "node", "role", "pid", "state", "members", "free pages", "publications", "retrievals", "reason")
+	rows := newTable(w, "node", "role", "pid", "state", "members", "free pages", "free on host", "publications", "retrievals", "reason")
 	for i, s := range all {
-		row := []any{s.Node.Node, s.Node.Role, s.Node.PID, s.State(), "-", "-", "-", "-", items[i].Reason}
+		row := []any{s.Node.Node, s.Node.Role, s.Node.PID, s.State(), "-", "-", "-", "-", "-", items[i].Reason}
 		if st := s.Status; st != nil {
-			row = []any{s.Node.Node, s.Node.Role, s.Node.PID, s.State(), st.GetMembers(), st.GetPages().GetFree(), st.GetPublications(), st.GetRetrievals(), items[i].Reason}
+			row = []any{s.Node.Node, s.Node.Role, s.Node.PID, s.State(), st.GetMembers(), st.GetPages().GetFree(), freeOnHost(st.GetPages()), st.GetPublications(), st.GetRetrievals(), items[i].Reason}
 		}
 		rows.AppendRow(row)
 	}
 	rows.Render()
 	return nil
+}
+
+// freeOnHost is a dash for a node without a host tier.
+func freeOnHost(p *kvferrypb.PageCounts) any {
+	if p.GetHostTotal() == 0 {
+		return "-"
+	}
+	return p.GetHostFree()
 }
 
 func newLocalKill(t *target) *cobra.Command {

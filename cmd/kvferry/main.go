@@ -125,9 +125,9 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 node not reachable, 4 verification fail
 		}
 	}
 	add("run", newAgent(), newLocal(t), newReplay(t), newBench(t))
-	add("look", newStatus(t), newMembers(t), newPeers(t), newPublications(t), newRetrievals(t), newArena(t))
+	add("look", newStatus(t), newMembers(t), newPeers(t), newPublications(t), newRetrievals(t), newArena(t), newPage(t))
 	add("operate", newDrain(t), newLeave(t), newJoin(t), newKeyring(t), newCompat(t))
-	add("hand", newPublish(t), newRetrieve(t), newRelease(t), newRevoke(t))
+	add("hand", newPublish(t), newRetrieve(t), newRelease(t), newRevoke(t), newOffload(t), newReload(t))
 	root.AddCommand(newConfig(t), newVersion())
 	return root
 }
@@ -171,6 +171,13 @@ func noArguments(_ *cobra.Command, args []string) error {
 
 func oneArgument(cmd *cobra.Command, args []string) error {
 	if len(args) != 1 {
+		return fmt.Errorf("%d arguments, want: %s", len(args), cmd.Use)
+	}
+	return nil
+}
+
+func atMostOneArgument(cmd *cobra.Command, args []string) error {
+	if len(args) > 1 {
 		return fmt.Errorf("%d arguments, want: %s", len(args), cmd.Use)
 	}
 	return nil

@@ -64,6 +64,7 @@ func addFormat(cmd *cobra.Command, also ...string) *format {
 // and again.
 type look[M proto.Message] struct {
 	target *target
+	take   func(cmd *cobra.Command, arg string) error // its one argument; nil: it has none
 	ask    func(context.Context, kvferrypb.AdminClient) (M, error)
 	show   func(io.Writer, M) // as tables
 
@@ -74,7 +75,17 @@ type look[M proto.Message] struct {
 // command completes a command with the flags and the body that all looks share.
 func (l *look[M]) command(cmd *cobra.Command) *cobra.Command {
 	cmd.Args = noArguments
-	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return l.run(cmd) }
+	if l.take != nil {
+		cmd.Args = oneArgument
+	}
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		for _, a := range args {
+			if err := l.take(cmd, a); err != nil {
+				return err
+			}
+		}
+		return l.run(cmd)
+	}
 	l.output = addFormat(cmd)
 	cmd.Flags().DurationVar(&l.watch, "watch", 0, "look again and again, with this pause")
 	cmd.Flags().Lookup("watch").NoOptDefVal = "1s"

@@ -23,6 +23,10 @@ func newReplay(t *target) *cobra.Command {
 trace in Mooncake's public format (one JSON object a line: timestamp,
 input_length, output_length, hash_ids), and check every byte that crosses.
 
+Where decode nodes have a host tier more requests run than their arenas hold: the
+nodes move those that are idle to the host, and they come back for their next
+step. With --step-pause there is idle time for that.
+
 Nodes may die, drain, and come back at the same socket meanwhile: their requests
 end with a code, and others are given to the node as soon as it is back.
 
@@ -31,6 +35,7 @@ was left on the nodes, 4 if bytes were wrong or missing. With --expect-failures
 requests may also fail, if a node was lost during the run and their codes are
 such as that explains; the report says how.`,
 		Example: `  kvferry replay configs/traces/demo.jsonl
+  kvferry replay configs/traces/demo.jsonl --labels 2 --step-pause 20ms
   kvferry replay conversation_trace.jsonl --limit 300 -o json
   kvferry replay configs/traces/demo.jsonl --loop 10m --timeout 20s --expect-failures`,
 		Args: oneArgument,
@@ -48,6 +53,8 @@ such as that explains; the report says how.`,
 				return usage(cmd, "--chunk=%d: want 1 or more", o.ChunkTokens)
 			case o.DecodeSteps < -1 || o.DecodeSteps > replay.MaxTokens:
 				return usage(cmd, "--decode-steps=%d: want -1 to %d", o.DecodeSteps, replay.MaxTokens)
+			case o.StepPause < 0:
+				return usage(cmd, "--step-pause=%v is negative", o.StepPause)
 			case o.Timeout <= 0:
 				return usage(cmd, "--timeout=%v: want more than 0s", o.Timeout)
 			case o.Loop < 0:
@@ -83,9 +90,10 @@ such as that explains; the report says how.`,
 	f.IntVar(&limit, "limit", 0, "only the first so many requests (default all)")
 	f.Float64Var(&o.TimeScale, "time-scale", 0, "stretch the trace's timestamps, by 100 at most: 1 is real time, 0 as fast as the nodes take them")
 	f.IntVar(&o.Concurrency, "concurrency", 0, "requests started at once, at most (default 4 a node of the larger side)")
-	f.IntVar(&o.Labels, "labels", 1, "streams of a request, 1 to 8")
+	f.IntVar(&o.Labels, "labels", 1, "streams of a request, 1 to 8: main, and others that are forks of it or written beside it")
 	f.IntVar(&o.ChunkTokens, "chunk", 512, "tokens of a prefill chunk, at most")
 	f.IntVar(&o.DecodeSteps, "decode-steps", 0, "tokens to decode after the prompt, at most; -1: none (default 8)")
+	f.DurationVar(&o.StepPause, "step-pause", 0, "after every token that is decoded, as if others had their turn (default none)")
 	f.DurationVar(&o.Timeout, "timeout", 2*time.Minute, "for one request")
 	f.DurationVar(&o.Loop, "loop", 0, "replay the trace again and again for so long (default once)")
 	f.BoolVar(&expectFailures, "expect-failures", false, "let requests fail for which a node that died or drained is the reason")

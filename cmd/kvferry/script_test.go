@@ -50,7 +50,7 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"exits": exits, "await": await, "listen": listen, "save": save, "gone": gone, "zeros": zeros, "terminate": terminate, "interrupted": interrupted,
+			"exits": exits, "await": await, "listen": listen, "save": save, "gone": gone, "zeros": zeros, "keep": keep, "terminate": terminate, "interrupted": interrupted,
 		},
 	})
 }
@@ -185,6 +185,25 @@ func interrupted(ts *testscript.TestScript, _ bool, args []string) {
 // retrieve --verify has to refuse.
 func zeros(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(publishZeros(args[0], args[1]))
+}
+
+// keep SOCKET REQUEST begins a request of 300 tokens, which is there until the
+// script ends.
+func keep(ts *testscript.TestScript, _ bool, args []string) {
+	ctx, cancel := soon(context.Background())
+	defer cancel()
+	c, err := client.Dial(args[0])
+	ts.Check(err)
+	ts.Defer(func() { _ = c.Close() })
+	s, err := c.Open(ctx, client.OpenOptions{Engine: "keep"})
+	ts.Check(err)
+	ts.Defer(func() { _ = s.Close() }) // its node may be gone
+	_, err = s.Ingest(ctx, &kvferrypb.IngestRequest{Request: args[1]})
+	ts.Check(err)
+	step, err := s.Admit(ctx, &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{{Request: args[1], Span: 300}}})
+	ts.Check(err)
+	_, err = s.Commit(ctx, &kvferrypb.CommitRequest{Step: step.GetStep()})
+	ts.Check(err)
 }
 
 func publishZeros(socket, request string) (err error) {

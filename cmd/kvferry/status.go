@@ -50,6 +50,7 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 		add(a.GetName(), a.GetAddress())
 	}
 	add("pages", formatPages(s.GetPages()))
+	add("host pages", formatHostPages(s.GetPages()))
 	add("requests", s.GetRequests())
 	add("sessions", s.GetSessions())
 	add("publications", s.GetPublications())
@@ -78,6 +79,13 @@ func formatGeometry(g *kvferrypb.Geometry) string {
 func formatPages(p *kvferrypb.PageCounts) string {
 	return fmt.Sprintf("%d: %d free, %d owned, %d limbo, %d quarantine, %d sink; %d published",
 		p.GetTotal(), p.GetFree(), p.GetOwned(), p.GetLimbo(), p.GetQuarantine(), p.GetSink(), p.GetPublished())
+}
+
+func formatHostPages(p *kvferrypb.PageCounts) string {
+	if p.GetHostTotal() == 0 {
+		return "none"
+	}
+	return fmt.Sprintf("%d: %d free", p.GetHostTotal(), p.GetHostFree())
 }
 
 func yesNo(b bool) string {

@@ -510,20 +510,21 @@ func TestUpRefuses(t *testing.T) {
 		o    Options
 		want string
 	}{
-		"more than the memory": {Options{Prefill: 1, Decode: 1, Set: []string{"arena.pages=32TiB", "arena.page_size=4096"}}, "memory for 2 nodes"},
-		"too many nodes":       {Options{Prefill: MaxNodes, Decode: 1}, "at most 64"},
-		"fewer than none":      {Options{Prefill: -1, Decode: 2}, "-1 prefill"},
-		"a name that climbs":   {Options{Name: ".."}, "local cluster's name"},
-		"a name with a slash":  {Options{Name: "a/b"}, "local cluster's name"},
-		"no configuration":     {Options{Config: "/nosuch/file.yaml"}, "/nosuch/file.yaml"},
-		"a set without value":  {Options{Set: []string{"arena.pages"}}, "KEY=VALUE"},
-		"a key of each node":   {Options{Set: []string{"node.name=x"}}, "--set node.name=x"},
-		"a port":               {Options{Set: []string{"ports.http=80"}}, "of its own"},
-		"not loopback":         {Options{Set: []string{"node.bind=0.0.0.0"}}, "loopback"},
-		"an unknown key":       {Options{Set: []string{"arena.nosuch=1"}}, "nosuch"},
-		"a certificate":        {Options{Secure: true, Set: []string{"security.certificate=x"}}, "of its own"},
-		"a keyring":            {Options{Secure: true, Set: []string{"cluster.keyring="}}, "of its own"},
-		"peers nobody proves":  {Options{Set: []string{"security.peers=x"}}, "security.peers"},
+		"more than the memory":             {Options{Prefill: 1, Decode: 1, Set: []string{"arena.pages=32TiB", "arena.page_size=4096"}}, "memory for 2 nodes"},
+		"more on the host than the memory": {Options{Prefill: 1, Decode: 1, Set: []string{"arena.host_pages=32TiB", "arena.page_size=4096"}}, "memory for 2 nodes"},
+		"too many nodes":                   {Options{Prefill: MaxNodes, Decode: 1}, "at most 64"},
+		"fewer than none":                  {Options{Prefill: -1, Decode: 2}, "-1 prefill"},
+		"a name that climbs":               {Options{Name: ".."}, "local cluster's name"},
+		"a name with a slash":              {Options{Name: "a/b"}, "local cluster's name"},
+		"no configuration":                 {Options{Config: "/nosuch/file.yaml"}, "/nosuch/file.yaml"},
+		"a set without value":              {Options{Set: []string{"arena.pages"}}, "KEY=VALUE"},
+		"a key of each node":               {Options{Set: []string{"node.name=x"}}, "--set node.name=x"},
+		"a port":                           {Options{Set: []string{"ports.http=80"}}, "of its own"},
+		"not loopback":                     {Options{Set: []string{"node.bind=0.0.0.0"}}, "loopback"},
+		"an unknown key":                   {Options{Set: []string{"arena.nosuch=1"}}, "nosuch"},
+		"a certificate":                    {Options{Secure: true, Set: []string{"security.certificate=x"}}, "of its own"},
+		"a keyring":                        {Options{Secure: true, Set: []string{"cluster.keyring="}}, "of its own"},
+		"peers nobody proves":              {Options{Set: []string{"security.peers=x"}}, "security.peers"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := root(t)

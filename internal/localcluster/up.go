@@ -156,12 +156,18 @@ func prepare(o *Options, secrets *secrets) (*Cluster, error) {
 // enoughMemory refuses what would end with the kernel killing something.
 func enoughMemory(c *config.Config, nodes int) error {
 	node := c.Geometry().Layout.Bytes()
+	if host, ok := c.HostLayout(); ok {
+		if host.Bytes() > math.MaxInt64-node {
+			return fmt.Errorf("arena and host tier of a rank: %w", memory.ErrLimit)
+		}
+		node += host.Bytes()
+	}
 	ranks := int64(len(c.Arena.Ranks))
 	if node > math.MaxInt64/ranks/int64(nodes) {
 		return fmt.Errorf("%d nodes of %d ranks with %d bytes each: %w", nodes, ranks, node, memory.ErrLimit)
 	}
 	if err := memory.Fits(node * ranks * int64(nodes)); err != nil {
-		return fmt.Errorf("memory for %d nodes of %d ranks with %s each (make them fewer, or give them fewer --pages or --layers): %w", nodes, ranks, config.Size(node), err)
+		return fmt.Errorf("memory for %d nodes of %d ranks with %s each (make them fewer, or give them fewer --pages, --host-pages, or --layers): %w", nodes, ranks, config.Size(node), err)
 	}
 	return nil
 }

@@ -53,7 +53,7 @@ func (a arena) usable(p place) error {
 	return nil
 }
 
-// write puts tokens from..from+len(places)-1 of a stream where the places say
+// write puts tokens from..from+len(places)-1 of a label where the places say
 // and returns the bytes written. The places are usable.
 func (a arena) write(kv pattern, from int, places []place) int64 {
 	l := a.layout
@@ -94,14 +94,17 @@ func (m *mistake) Error() string {
 // check compares the first tokens of a stream with what they have to be.
 // pages[i] holds token i*PageSize on. It returns the wrong bytes of those
 // looked at, and the first one.
-func (a arena) check(r id.Request, label id.Label, rank id.Rank, pages []page.Index, tokens int) (looked, wrong int64, first *mistake) {
+func (a arena) check(r id.Request, s stream, rank id.Rank, pages []page.Index, tokens int) (looked, wrong int64, first *mistake) {
 	l := a.layout
-	kv := newPattern(r, label, rank)
+	main, own := newPattern(r, id.Main, rank), newPattern(r, s.label, rank)
 	for layer := range l.Layers {
 		for side := range 2 {
 			for head := range l.Heads {
-				vectors := kv.plane(layer, side, head, l.Heads)
+				vectors := main.plane(layer, side, head, l.Heads)
 				for token := range tokens {
+					if token == s.forked {
+						vectors = own.plane(layer, side, head, l.Heads)
+					}
 					p, slot := pages[token/l.PageSize], token%l.PageSize
 					at := a.at(layer, p, side, head, slot)
 					n := vectors.wrong(a.bytes[at:at+a.vector], token)
@@ -112,7 +115,7 @@ func (a arena) check(r id.Request, label id.Label, rank id.Rank, pages []page.In
 						vector := a.bytes[at : at+a.vector]
 						_, i, want := vectors.differences(vector, token)
 						first = &mistake{
-							request: r, label: label, rank: rank, token: token, layer: layer, side: side, head: head,
+							request: r, label: s.label, rank: rank, token: token, layer: layer, side: side, head: head,
 							element: i / int(l.DType.Bytes()), page: p, slot: slot, offset: at + int64(i), have: vector[i], want: want,
 						}
 					}

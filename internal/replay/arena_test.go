@@ -122,7 +122,7 @@ func TestCheckFindsOneBitAnywhere(t *testing.T) {
 				t.Fatalf("write = %d bytes, want %d", n, int64(tokens)*l.TokenBytes())
 			}
 			written := bytes.Clone(a.bytes)
-			if looked, wrong, first := a.check("r", "main", 0, pages, tokens); wrong != 0 || first != nil || looked != int64(tokens)*l.TokenBytes() {
+			if looked, wrong, first := a.check("r", stream{label: id.Main}, 0, pages, tokens); wrong != 0 || first != nil || looked != int64(tokens)*l.TokenBytes() {
 				t.Fatalf("check of what was written = %d bytes, %d wrong, %v", looked, wrong, first)
 			}
 			mine := make([]bool, len(a.bytes))
@@ -141,7 +141,7 @@ func TestCheckFindsOneBitAnywhere(t *testing.T) {
 			for i := range a.bytes {
 				bit := byte(1) << (i % 8)
 				a.bytes[i] ^= bit
-				_, wrong, first := a.check("r", "main", 0, pages, tokens)
+				_, wrong, first := a.check("r", stream{label: id.Main}, 0, pages, tokens)
 				a.bytes[i] ^= bit
 				switch {
 				case mine[i] && (wrong != 1 || first == nil || first.offset != int64(i) || first.have != first.want^bit):
@@ -236,7 +236,7 @@ func BenchmarkCheck(b *testing.B) {
 	a.write(newPattern("r", "main", 0), 0, places)
 	b.SetBytes(int64(len(places)) * l.TokenBytes())
 	for b.Loop() {
-		if _, wrong, _ := a.check("r", "main", 0, pages, len(places)); wrong != 0 {
+		if _, wrong, _ := a.check("r", stream{label: id.Main}, 0, pages, len(places)); wrong != 0 {
 			b.Fatal(wrong)
 		}
 	}

@@ -10,7 +10,6 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
-	"github.com/kvferry/kvferry/internal/page"
 )
 
 // doDecode takes the prompt's KV as it is published, checks every byte of it,
@@ -46,6 +45,9 @@ func (j *job) doDecode(ctx, offered context.Context) error {
 		if err := j.decodeStep(ctx, j.tokens+i); err != nil {
 			return err
 		}
+		if err := pause(ctx, j.run.o.StepPause); err != nil {
+			return err
+		}
 	}
 	// Decoding must have changed nothing, and nobody may have got our pages.
 	if j.steps > 0 {
@@ -64,9 +66,9 @@ func (j *job) retrievePart(ctx context.Context, reference string) error {
 	if err != nil {
 		return fmt.Errorf("first %d of %d tokens: %w", j.chunk, j.tokens, err)
 	}
-	landed := make([]int, len(j.run.labels))
+	landed := make([]int, len(j.streams))
 	for _, l := range answer.GetLengths() {
-		if i := slices.Index(j.run.labels, id.Label(l.GetLabel())); i >= 0 {
+		if i := slices.IndexFunc(j.streams, func(s stream) bool { return string(s.label) == l.GetLabel() }); i >= 0 {
 			landed[i] = int(l.GetTokens())
 		}
 	}
@@ -79,7 +81,7 @@ func (j *job) retrievePart(ctx context.Context, reference string) error {
 
 // lengths says that every stream has so many tokens.
 func (j *job) lengths(tokens int) []int {
-	return slices.Repeat([]int{tokens}, len(j.run.labels))
+	return slices.Repeat([]int{tokens}, len(j.streams))
 }
 
 // retrieveAll waits until the request is ready as a whole: not before the
@@ -108,7 +110,7 @@ func (j *job) retrieveAll(ctx context.Context, reference string) error {
 }
 
 func (j *job) retrieve(ctx context.Context, reference string, minTokens int) (*kvferrypb.AdmitRetrieveResponse, error) {
-	answer, err := again(ctx, j, func() (*kvferrypb.AdmitRetrieveResponse, error) {
+	answer, err := again(ctx, j, j.decode, func() (*kvferrypb.AdmitRetrieveResponse, error) {
 		// The node gives up a little before we do: it can say what it waits for.
 		deadline, _ := ctx.Deadline() // do has set one
 		wait := max(time.Until(deadline)*19/20, time.Millisecond)
@@ -130,28 +132,24 @@ func (j *job) retrieve(ctx context.Context, reference string, minTokens int) (*k
 }
 
 // check compares the first tokens of every stream with what they have to be.
-// It learns where they lie from a step that adds nothing; lengths are those of
-// the whole streams.
+// It learns where they lie from a step that adds nothing, which keeps them there;
+// lengths are those of the whole streams.
 func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified int64, err error) {
 	d := j.decode
-	s, err := j.admit(ctx, d, 0)
+	s, err := j.admit(ctx, d, j.tokens, 0)
 	if err != nil {
 		return 0, err
 	}
 	defer s.giveUp(ctx)
-	streams := make([][]page.Index, len(j.run.labels))
-	for i := range j.run.labels {
-		if streams[i], err = d.streamPages(s.plans[i], lengths[i]); err != nil {
-			return 0, err
+	for i, v := range s.views {
+		if v.length != lengths[i] {
+			return 0, failf(CodeWrongAnswer, "stream of label %s has %d tokens, want %d", v.stream.label, v.length, lengths[i])
 		}
 	}
-	if err := s.abort(ctx); err != nil {
-		return 0, err
-	}
 	var first *mistake
-	for i, l := range j.run.labels {
+	for _, v := range s.views {
 		for _, r := range d.ranks {
-			looked, wrong, m := r.arena.check(j.request, l, r.id, streams[i], tokens)
+			looked, wrong, m := r.arena.check(j.request, v.stream, r.id, v.pages, tokens)
 			verified += looked - wrong
 			if wrong > 0 {
 				j.run.noteWrong(wrong)
@@ -164,19 +162,17 @@ func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified in
 	if first != nil {
 		return verified, &failure{CodeWrongBytes, first}
 	}
-	return verified, nil
+	return verified, s.abort(ctx)
 }
 
 // decodeStep generates one token of every stream.
 func (j *job) decodeStep(ctx context.Context, token int) error {
-	s, err := j.admit(ctx, j.decode, 1)
+	s, err := j.admit(ctx, j.decode, token, 1)
 	if err != nil {
 		return err
 	}
 	defer s.giveUp(ctx)
-	if _, err := j.write(s, token, 1); err != nil {
-		return err
-	}
+	j.write(s, token)
 	answer, err := s.commit(ctx)
 	if err != nil {
 		return err
@@ -184,6 +180,6 @@ func (j *job) decodeStep(ctx context.Context, token int) error {
 	if len(answer.GetMissing()) > 0 {
 		return failf(CodeWrongAnswer, "commit of token %d: request is missing", token)
 	}
-	j.run.noteDecoded(int64(len(j.run.labels)))
+	j.run.noteDecoded(int64(len(s.views)))
 	return nil
 }

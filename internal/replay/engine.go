@@ -183,6 +183,10 @@ func (e *engine) serve(ctx context.Context, r *run, l *life) {
 	}
 	r.admission.wake()
 	l.users.Wait()
+	e.note(func(n *NodeReport) {
+		n.Offloading += l.moved.offloading.Load()
+		n.Reloads += l.moved.reloads.Load()
+	})
 	if err := l.close(); err != nil {
 		r.log.Warn("session was not closed", "node", l.name().String(), "err", err)
 	}

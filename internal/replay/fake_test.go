@@ -38,6 +38,10 @@ type lies struct {
 	short     bool // lengths that were not asked for
 	unplanned bool // places outside of the arena
 	forget    bool // the end of a publication is not told
+	unforked  bool // a fork has the length of its source, and none of its bytes
+	spoil     bool // one byte of what comes back from the host
+	moved     int  // so many retrieves find that it went to the owner's host
+	ragged    bool // index vectors that do not fit the plan
 	refuse    int  // so many admits are busy
 	fail      kvferrypb.Failure_Code
 	mute      bool // retrieves never end
@@ -49,6 +53,8 @@ type fakeCluster struct {
 	id   int64 // of this process
 	lies lies
 	hold time.Duration // of a final publication; 0: for ever
+	host int           // pages of a node's host tier
+	keep bool          // no node moves anything to its host by itself
 	// hook sees every call of an engine before the node does, and again after it,
 	// when the answer is not on its way yet. What it returns is the answer.
 	hook func(context.Context, fakeCall) error
@@ -82,12 +88,31 @@ type fakeOffer struct {
 type fakeStream struct {
 	pages  []page.Index
 	tokens int
+	away   [][]byte // by arena, what is on the host; nil: nothing is
+}
+
+// fakeRequest is a request and when something last happened to it.
+type fakeRequest struct {
+	streams map[string]*fakeStream
+	needed  []string
+	active  int
+}
+
+// fakeStep is an admitted step of one request.
+type fakeStep struct {
+	request  string
+	segments []*kvferrypb.Segment
+}
+
+// fakeAdmin is a node as operators see it.
+type fakeAdmin struct {
+	kvferrypb.UnimplementedAdminServer
+	node *fakeNode
 }
 
 // fakeNode is one life of a node.
 type fakeNode struct {
 	kvferrypb.UnimplementedEngineServer
-	kvferrypb.UnimplementedAdminServer
 	cluster     *fakeCluster
 	name        string
 	incarnation uint64
@@ -106,10 +131,13 @@ type fakeNode struct {
 	dead     bool
 	calls    map[string]int
 	free     []page.Index
-	requests map[string]map[string]*fakeStream
+	requests map[string]*fakeRequest
 	ingested map[string]bool
-	steps    map[uint64][]*kvferrypb.Segment
+	steps    map[uint64]fakeStep
 	lastStep uint64
+	clock    int
+	host     int // free pages of it
+	offloads int
 	events   chan *kvferrypb.Event
 }
 
@@ -167,8 +195,8 @@ func (c *fakeCluster) begin(name, socket string, incarnation uint64, g page.Geom
 	n := &fakeNode{
 		cluster: c, name: name, incarnation: incarnation, socket: socket, geometry: g,
 		former: c.node(name), calls: make(map[string]int), ingested: make(map[string]bool),
-		requests: make(map[string]map[string]*fakeStream), steps: make(map[uint64][]*kvferrypb.Segment),
-		events: make(chan *kvferrypb.Event, 1024),
+		requests: make(map[string]*fakeRequest), steps: make(map[uint64]fakeStep),
+		events: make(chan *kvferrypb.Event, 1024), host: c.host,
 	}
 	for r := range g.WorldSize {
 		region, err := memory.New(n.regionName(), g.Layout.Bytes())
@@ -197,7 +225,7 @@ func (c *fakeCluster) begin(name, socket string, incarnation uint64, g page.Geom
 	}
 	n.server = grpc.NewServer(grpc.UnaryInterceptor(n.intercept))
 	kvferrypb.RegisterEngineServer(n.server, n)
-	kvferrypb.RegisterAdminServer(n.server, n)
+	kvferrypb.RegisterAdminServer(n.server, fakeAdmin{node: n})
 	n.work.Go(func() { _ = n.server.Serve(listener) })
 	n.work.Go(n.sendFiles)
 	c.mu.Lock()
@@ -353,19 +381,21 @@ func (n *fakeNode) Ingest(_ context.Context, r *kvferrypb.IngestRequest) (*kvfer
 		return nil, refusal(kvferrypb.Failure_INTERNAL, "request was here before")
 	}
 	n.ingested[r.GetRequest()] = true
-	streams := make(map[string]*fakeStream)
-	for _, l := range r.GetNeeded().GetLabels() {
-		streams[l] = &fakeStream{}
-	}
-	n.requests[r.GetRequest()] = streams
+	n.requests[r.GetRequest()] = &fakeRequest{streams: map[string]*fakeStream{string(id.Main): {}}, needed: r.GetNeeded().GetLabels()}
 	return &kvferrypb.IngestResponse{}, nil
 }
 
 func (n *fakeNode) Remove(_ context.Context, r *kvferrypb.RemoveRequest) (*kvferrypb.RemoveResponse, error) {
 	defer n.lock()()
-	streams, ok := n.requests[r.GetRequest()]
+	request, ok := n.requests[r.GetRequest()]
 	if !ok {
 		return &kvferrypb.RemoveResponse{}, nil
+	}
+	for _, s := range request.streams {
+		n.host += len(s.pages) * min(1, len(s.away))
+		if s.away != nil {
+			s.pages, s.away = nil, nil
+		}
 	}
 	delete(n.requests, r.GetRequest())
 	o := n.cluster.offers[r.GetRequest()]
@@ -375,13 +405,13 @@ func (n *fakeNode) Remove(_ context.Context, r *kvferrypb.RemoveRequest) (*kvfer
 		}
 		// All of it, also what was admitted since.
 		o.stream = make(map[string][]page.Index)
-		for label, s := range streams {
+		for label, s := range request.streams {
 			o.stream[label] = s.pages
 		}
 		o.end(r.GetRequest(), "revoked")
 		return &kvferrypb.RemoveResponse{}, nil
 	}
-	for _, s := range streams {
+	for _, s := range request.streams {
 		n.free = append(n.free, s.pages...)
 	}
 	return &kvferrypb.RemoveResponse{}, nil
@@ -405,11 +435,13 @@ func (n *fakeNode) Cancel(context.Context, *kvferrypb.CancelRequest) (*kvferrypb
 	return &kvferrypb.CancelResponse{}, nil
 }
 
-// reserve makes a stream long enough, or reports false.
-func (n *fakeNode) reserve(s *fakeStream, tokens int) bool {
+// reserve makes a stream of a request long enough, or reports false.
+func (n *fakeNode) reserve(request string, s *fakeStream, tokens int) bool {
 	need := page.Count(tokens, n.geometry.Layout.PageSize) - len(s.pages)
-	if need > len(n.free) {
-		return false
+	for need > len(n.free) {
+		if n.cluster.keep || !n.evict(request) {
+			return false
+		}
 	}
 	for range need {
 		last := len(n.free) - 1
@@ -421,39 +453,238 @@ func (n *fakeNode) reserve(s *fakeStream, tokens int) bool {
 	return true
 }
 
+// evict offloads the request that was least recently active, of those that are
+// idle, offered to nobody, and not this one.
+func (n *fakeNode) evict(but string) bool {
+	victim := ""
+	for name, r := range n.requests {
+		if o := n.cluster.offers[name]; o != nil && o.owner == n && o.ended == "" {
+			continue
+		}
+		if name != but && n.offload(name, false) > 0 && (victim == "" || r.active < n.requests[victim].active) {
+			victim = name
+		}
+	}
+	return victim != "" && n.offload(victim, true) > 0
+}
+
+// offload moves what fits of an idle request to the host, or only counts it.
+func (n *fakeNode) offload(name string, really bool) (freed int) {
+	for _, s := range n.steps {
+		if s.request == name {
+			return 0
+		}
+	}
+	room := n.host
+	for _, s := range n.requests[name].streams {
+		if s.away != nil || len(s.pages) == 0 || len(s.pages) > room {
+			continue
+		}
+		room -= len(s.pages)
+		freed += len(s.pages)
+		if !really {
+			continue
+		}
+		for _, a := range n.arenas {
+			s.away = append(s.away, a.takeAway(s.pages))
+		}
+		n.free = append(n.free, s.pages...)
+	}
+	if really {
+		n.host, n.offloads = room, n.offloads+1
+	}
+	return freed
+}
+
+// takeAway reads pages, and leaves rubbish.
+func (a arena) takeAway(pages []page.Index) (bytes []byte) {
+	a.each(pages, func(vector []byte) {
+		bytes = append(bytes, vector...)
+		for i := range vector {
+			vector[i] ^= 0x55
+		}
+	})
+	return bytes
+}
+
+func (a arena) bringBack(pages []page.Index, bytes []byte) {
+	a.each(pages, func(vector []byte) { bytes = bytes[copy(vector, bytes):] })
+}
+
+// each calls f with every vector of the pages.
+func (a arena) each(pages []page.Index, f func(vector []byte)) {
+	l := a.layout
+	for _, p := range pages {
+		for layer := range l.Layers {
+			for side := range 2 {
+				for head := range l.Heads {
+					for slot := range l.PageSize {
+						at := a.at(layer, p, side, head, slot)
+						f(a.bytes[at : at+a.vector])
+					}
+				}
+			}
+		}
+	}
+}
+
+// reload brings a request back, all or none.
+func (n *fakeNode) reload(name string) (pages int, err error) {
+	r := n.requests[name]
+	if r == nil {
+		return 0, refusal(kvferrypb.Failure_NOT_FOUND, "unknown request")
+	}
+	n.touch(r)
+	for _, s := range r.streams {
+		if s.away != nil {
+			pages += len(s.pages)
+		}
+	}
+	for pages > len(n.free) {
+		if n.cluster.keep || !n.evict(name) {
+			return 0, refusal(kvferrypb.Failure_RESOURCE_EXHAUSTED, "no pages to reload")
+		}
+	}
+	for _, s := range r.streams {
+		if s.away == nil {
+			continue
+		}
+		n.host += len(s.pages)
+		s.pages = slices.Clone(n.free[len(n.free)-len(s.pages):])
+		n.free = n.free[:len(n.free)-len(s.pages)]
+		for i, a := range n.arenas {
+			a.bringBack(s.pages, s.away[i])
+		}
+		s.away = nil
+		if n.cluster.lies.spoil {
+			n.arenas[0].bytes[n.arenas[0].at(0, s.pages[0], 0, 0, 0)] += 1
+		}
+	}
+	return pages, nil
+}
+
+func (n *fakeNode) touch(r *fakeRequest) {
+	n.clock++
+	r.active = n.clock
+}
+
+func (n *fakeNode) Reload(_ context.Context, r *kvferrypb.ReloadRequest) (*kvferrypb.ReloadResponse, error) {
+	defer n.lock()()
+	pages, err := n.reload(r.GetRequest())
+	return &kvferrypb.ReloadResponse{Pages: uint32(pages)}, err
+}
+
+// away reports whether something of the request is on the host.
+func (r *fakeRequest) isAway() bool {
+	for _, s := range r.streams {
+		if s.away != nil {
+			return true
+		}
+	}
+	return false
+}
+
 func (n *fakeNode) Admit(_ context.Context, r *kvferrypb.AdmitRequest) (*kvferrypb.AdmitResponse, error) {
 	defer n.lock()()
 	if n.cluster.lies.refuse > 0 {
 		n.cluster.lies.refuse--
 		return nil, refusal(kvferrypb.Failure_BUSY, "later")
 	}
-	n.lastStep++
-	n.steps[n.lastStep] = r.GetSegments()
-	out := &kvferrypb.AdmitResponse{Step: n.lastStep}
+	name := r.GetSegments()[0].GetRequest()
+	request := n.requests[name]
+	if request == nil {
+		return nil, refusal(kvferrypb.Failure_NOT_FOUND, "unknown request")
+	}
+	if request.isAway() {
+		return nil, refusal(kvferrypb.Failure_OFFLOADING, "on the host")
+	}
+	n.touch(request)
+	// Forks stay if the step is refused: then it is made again.
+	for _, f := range r.GetPreForks() {
+		if err := n.fork(name, request.streams, f); err != nil {
+			return nil, err
+		}
+	}
+	plans := make(map[string]*kvferrypb.PlanOutput)
 	for _, g := range r.GetSegments() {
-		s := n.requests[g.GetRequest()][g.GetLabel()]
-		if s == nil {
-			return nil, refusal(kvferrypb.Failure_NOT_FOUND, "unknown stream")
+		p, err := n.plan(name, g)
+		if err != nil {
+			return nil, err
 		}
-		length := s.tokens + int(g.GetSpan())
-		if !n.reserve(s, length) {
-			return nil, refusal(kvferrypb.Failure_RESOURCE_EXHAUSTED, "no pages")
+		plans[g.GetLabel()] = p
+	}
+	n.lastStep++
+	n.steps[n.lastStep] = fakeStep{name, r.GetSegments()}
+	out := &kvferrypb.AdmitResponse{Step: n.lastStep}
+	for _, c := range r.GetCombined() {
+		all := &kvferrypb.PlanOutput{Label: c.GetLabel(), QoIndptr: []int32{0}, PagedKvIndptr: []int32{0}}
+		for _, l := range c.GetSources() {
+			p := plans[l]
+			delete(plans, l)
+			all.Views = append(all.Views, p.GetViews()...)
+			all.TokenToPage, all.TokenToSlot = append(all.TokenToPage, p.GetTokenToPage()...), append(all.TokenToSlot, p.GetTokenToSlot()...)
+			all.PagedKvIndices = append(all.PagedKvIndices, p.GetPagedKvIndices()...)
+			all.QoIndptr = append(all.QoIndptr, int32(len(all.GetTokenToPage())))
+			all.PagedKvIndptr = append(all.PagedKvIndptr, int32(len(all.GetPagedKvIndices())))
 		}
-		p := &kvferrypb.PlanOutput{Label: g.GetLabel(), Views: []*kvferrypb.View{{Request: g.GetRequest(), Length: uint32(length)}}}
-		size := n.geometry.Layout.PageSize
-		for _, i := range s.pages[:page.Count(length, size)] {
-			p.PagedKvIndices = append(p.PagedKvIndices, int32(i))
-		}
-		for token := s.tokens; token < length; token++ {
-			at := uint32(s.pages[token/size])
-			if n.cluster.lies.unplanned {
-				at = uint32(n.geometry.Layout.Pages)
-			}
-			p.TokenToPage, p.TokenToSlot = append(p.TokenToPage, at), append(p.TokenToSlot, uint32(token%size))
-		}
+		out.Plans = append(out.Plans, all)
+	}
+	for _, p := range plans {
 		out.Plans = append(out.Plans, p)
 	}
+	if n.cluster.lies.ragged {
+		out.Plans[0].QoIndptr[0]--
+	}
 	return out, nil
+}
+
+// fork copies a stream.
+func (n *fakeNode) fork(name string, streams map[string]*fakeStream, f *kvferrypb.Fork) error {
+	if streams[f.GetTo()] == nil {
+		streams[f.GetTo()] = &fakeStream{}
+	}
+	from, to := streams[f.GetFrom()], streams[f.GetTo()]
+	if !n.reserve(name, to, from.tokens) {
+		return refusal(kvferrypb.Failure_RESOURCE_EXHAUSTED, "no pages")
+	}
+	to.tokens = from.tokens
+	if n.cluster.lies.unforked {
+		return nil
+	}
+	size := n.geometry.Layout.PageSize
+	for token := range from.tokens {
+		for _, a := range n.arenas {
+			copyToken(a, place{to.pages[token/size], token % size}, a, place{from.pages[token/size], token % size})
+		}
+	}
+	return nil
+}
+
+// plan reserves a segment.
+func (n *fakeNode) plan(name string, g *kvferrypb.Segment) (*kvferrypb.PlanOutput, error) {
+	streams := n.requests[name].streams
+	if streams[g.GetLabel()] == nil {
+		streams[g.GetLabel()] = &fakeStream{}
+	}
+	s := streams[g.GetLabel()]
+	length := s.tokens + int(g.GetSpan())
+	if !n.reserve(name, s, length) {
+		return nil, refusal(kvferrypb.Failure_RESOURCE_EXHAUSTED, "no pages")
+	}
+	p := &kvferrypb.PlanOutput{Label: g.GetLabel(), Views: []*kvferrypb.View{{Request: name, Label: g.GetLabel(), Length: uint32(length)}}}
+	size := n.geometry.Layout.PageSize
+	for _, i := range s.pages[:page.Count(length, size)] {
+		p.PagedKvIndices = append(p.PagedKvIndices, int32(i))
+	}
+	for token := s.tokens; token < length; token++ {
+		at := uint32(s.pages[token/size])
+		if n.cluster.lies.unplanned {
+			at = uint32(n.geometry.Layout.Pages)
+		}
+		p.TokenToPage, p.TokenToSlot = append(p.TokenToPage, at), append(p.TokenToSlot, uint32(token%size))
+	}
+	p.QoIndptr, p.PagedKvIndptr = []int32{0, int32(g.GetSpan())}, []int32{0, int32(len(p.GetPagedKvIndices()))}
+	return p, nil
 }
 
 func (n *fakeNode) Abort(_ context.Context, r *kvferrypb.AbortRequest) (*kvferrypb.AbortResponse, error) {
@@ -465,14 +696,16 @@ func (n *fakeNode) Abort(_ context.Context, r *kvferrypb.AbortRequest) (*kvferry
 func (n *fakeNode) Commit(_ context.Context, r *kvferrypb.CommitRequest) (*kvferrypb.CommitResponse, error) {
 	defer n.lock()()
 	out := &kvferrypb.CommitResponse{}
-	segments := n.steps[r.GetStep()]
+	step := n.steps[r.GetStep()]
 	delete(n.steps, r.GetStep())
-	for _, g := range segments {
-		s := n.requests[g.GetRequest()][g.GetLabel()]
-		if s == nil { // removed meanwhile
-			out.Missing = append(out.Missing, g.GetRequest())
-			return out, nil
-		}
+	request := n.requests[step.request]
+	if request == nil { // removed meanwhile
+		out.Missing = append(out.Missing, step.request)
+		return out, nil
+	}
+	n.touch(request)
+	for _, g := range step.segments {
+		s := request.streams[g.GetLabel()]
 		s.tokens += int(g.GetSpan())
 		if n.cluster.lies.trample && len(r.GetPublish()) == 0 {
 			n.arenas[0].bytes[n.arenas[0].at(1, s.pages[0], 0, 0, 0)] ^= 1
@@ -491,10 +724,12 @@ func (n *fakeNode) Commit(_ context.Context, r *kvferrypb.CommitRequest) (*kvfer
 			})
 		}
 		o.final, o.stream = p.GetFinal(), make(map[string][]page.Index)
-		for label, s := range n.requests[p.GetRequest()] {
+		response := &kvferrypb.PublishResponse{Reference: "ref " + p.GetRequest()}
+		for label, s := range request.streams {
 			o.stream[label], o.tokens = slices.Clone(s.pages), s.tokens
+			response.Lengths = append(response.Lengths, &kvferrypb.PublishResponse_Length{Label: label, Tokens: uint32(s.tokens), Pages: uint32(len(s.pages))})
 		}
-		out.Published = append(out.Published, &kvferrypb.PublishResult{Response: &kvferrypb.PublishResponse{Reference: "ref " + p.GetRequest()}})
+		out.Published = append(out.Published, &kvferrypb.PublishResult{Response: response})
 	}
 	return out, nil
 }
@@ -526,6 +761,10 @@ func (n *fakeNode) AdmitRetrieve(ctx context.Context, r *kvferrypb.AdmitRetrieve
 // pull takes what is there, and answers when the request is ready.
 func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetrieveResponse, error) {
 	lies := &n.cluster.lies
+	if lies.moved > 0 {
+		lies.moved--
+		return nil, refusal(kvferrypb.Failure_STALE, "its pages went to the host")
+	}
 	if lies.fail != 0 {
 		return nil, refusal(lies.fail, "so it goes")
 	}
@@ -546,14 +785,29 @@ func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetr
 	if o == nil || lies.mute {
 		return nil, nil
 	}
+	request := n.requests[r.GetRequest()]
+	if request == nil {
+		return nil, refusal(kvferrypb.Failure_NOT_FOUND, "unknown request")
+	}
+	if _, err := n.reload(r.GetRequest()); err != nil {
+		return nil, err
+	}
+	for _, label := range request.needed {
+		if o.stream[label] == nil {
+			return nil, nil
+		}
+		if request.streams[label] == nil {
+			request.streams[label] = &fakeStream{}
+		}
+	}
 	tokens := o.tokens
 	if lies.stale && o.final {
-		tokens = n.requests[r.GetRequest()][string(id.Main)].tokens
+		tokens = request.streams[string(id.Main)].tokens
 	}
 	out := &kvferrypb.AdmitRetrieveResponse{Readiness: kvferrypb.Readiness_READY, Owner: o.owner.name, OwnerIncarnation: o.owner.incarnation, Transport: "memory"}
 	size := n.geometry.Layout.PageSize
-	for label, s := range n.requests[r.GetRequest()] {
-		if !n.reserve(s, o.tokens) {
+	for label, s := range request.streams {
+		if !n.reserve(r.GetRequest(), s, o.tokens) {
 			return nil, refusal(kvferrypb.Failure_RESOURCE_EXHAUSTED, "no pages")
 		}
 		for token := s.tokens; token < tokens; token++ {
@@ -585,21 +839,26 @@ func (n *fakeNode) pull(r *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetr
 
 func (n *fakeNode) counts() *kvferrypb.PageCounts {
 	pages, free := n.geometry.Layout.Pages, len(n.free)
-	return &kvferrypb.PageCounts{Total: uint32(pages), Free: uint32(free), Owned: uint32(max(0, pages-1-free)), Sink: 1}
+	return &kvferrypb.PageCounts{
+		Total: uint32(pages), Free: uint32(free), Owned: uint32(max(0, pages-1-free)), Sink: 1,
+		HostTotal: uint32(n.cluster.host), HostFree: uint32(n.host),
+	}
 }
 
-func (n *fakeNode) Arena(context.Context, *kvferrypb.ArenaRequest) (*kvferrypb.ArenaResponse, error) {
+func (a fakeAdmin) Arena(context.Context, *kvferrypb.ArenaRequest) (*kvferrypb.ArenaResponse, error) {
+	n := a.node
 	defer n.lock()()
 	out := &kvferrypb.ArenaResponse{Pages: n.counts()}
-	for request, streams := range n.requests {
-		for label, s := range streams {
+	for request, r := range n.requests {
+		for label, s := range r.streams {
 			out.Items = append(out.Items, &kvferrypb.ArenaResponse_Stream{Request: request, Label: label, Pages: uint32(len(s.pages)), State: "idle"})
 		}
 	}
 	return out, nil
 }
 
-func (n *fakeNode) Publications(context.Context, *kvferrypb.PublicationsRequest) (*kvferrypb.PublicationsResponse, error) {
+func (a fakeAdmin) Publications(context.Context, *kvferrypb.PublicationsRequest) (*kvferrypb.PublicationsResponse, error) {
+	n := a.node
 	defer n.lock()()
 	out := &kvferrypb.PublicationsResponse{}
 	for request, o := range n.cluster.offers {
@@ -610,11 +869,12 @@ func (n *fakeNode) Publications(context.Context, *kvferrypb.PublicationsRequest)
 	return out, nil
 }
 
-func (n *fakeNode) Retrievals(context.Context, *kvferrypb.RetrievalsRequest) (*kvferrypb.RetrievalsResponse, error) {
+func (fakeAdmin) Retrievals(context.Context, *kvferrypb.RetrievalsRequest) (*kvferrypb.RetrievalsResponse, error) {
 	return &kvferrypb.RetrievalsResponse{}, nil
 }
 
-func (n *fakeNode) Status(context.Context, *kvferrypb.StatusRequest) (*kvferrypb.StatusResponse, error) {
+func (a fakeAdmin) Status(context.Context, *kvferrypb.StatusRequest) (*kvferrypb.StatusResponse, error) {
+	n := a.node
 	defer n.lock()()
 	out := &kvferrypb.StatusResponse{Pages: n.counts(), Requests: uint32(len(n.requests))}
 	for _, o := range n.cluster.offers {

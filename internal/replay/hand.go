@@ -64,15 +64,11 @@ func Publish(ctx context.Context, o PublishOptions) (p Published, err error) {
 	}
 	for i := range o.Chunks {
 		from, to := i*o.Tokens/o.Chunks, (i+1)*o.Tokens/o.Chunks
-		s, err := j.admit(ctx, n, to-from)
+		s, err := j.admit(ctx, n, from, to-from)
 		if err != nil {
 			return p, err
 		}
-		written, err := j.write(s, from, to-from)
-		if err != nil {
-			return p, err
-		}
-		p.Bytes += written
+		p.Bytes += j.write(s, from)
 		offer := &kvferrypb.PublishRequest{Request: string(o.Request), Target: string(o.Target), Readers: uint32(o.Readers), Final: to == o.Tokens}
 		if o.Hold > 0 {
 			offer.Hold = durationpb.New(o.Hold)
@@ -156,5 +152,5 @@ func Retrieve(ctx context.Context, o RetrieveOptions) (r Retrieved, err error) {
 
 // byHand is a job outside of any trace.
 func byHand(r id.Request) *job {
-	return &job{run: &run{labels: labelNames(1)}, request: r}
+	return &job{run: &run{}, request: r, streams: []stream{{label: id.Main}}}
 }

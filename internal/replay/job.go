@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -84,10 +85,11 @@ type job struct {
 	run      *run
 	number   int
 	request  id.Request
-	tokens   int
-	steps    int // tokens to decode
-	chunk    int // tokens of one, but of the last
-	pages    int // admitted on both nodes
+	streams  []stream // main first
+	tokens   int      // of the prompt, in every stream
+	steps    int      // tokens to decode
+	chunk    int      // tokens of one, but of the last
+	pages    int      // admitted on both nodes
 	from, to *engine
 	// The lives of both nodes that the request begins with. It ends with them.
 	prefill, decode *life
@@ -95,6 +97,7 @@ type job struct {
 	reference       chan string   // of size 1: of the first publish
 	final           atomic.Int64  // nanoseconds of the run when the final publish was called, 0: not yet
 	published       bool          // the final publication stands, and its end was not told
+	leftPrefill     bool          // it has no pages on its prefill node any more
 	released        <-chan string // how it ended
 	verified        int64         // bytes that are ready and right
 	begun           time.Time     // zero: it was not
@@ -103,6 +106,22 @@ type job struct {
 // chunkTokens cuts a prompt into at least three chunks where it can.
 func chunkTokens(tokens, longest int) int {
 	return max(1, min(longest, tokens/3))
+}
+
+// streamsOf are the streams of the n-th request. Of those beside main, as
+// classifier-free guidance has them, every other one begins as a fork of main at
+// one of the chunks, the rest are written side by side with main from the first
+// token on.
+func streamsOf(n int, labels []id.Label, tokens, chunk int) []stream {
+	streams := make([]stream, len(labels))
+	chunks := (tokens + chunk - 1) / chunk
+	for i, label := range labels {
+		streams[i].label = label
+		if i > 0 && (n+i)%2 == 1 && chunks > 1 {
+			streams[i].forked = (1 + (n+i)/2%(chunks-1)) * chunk
+		}
+	}
+	return streams
 }
 
 // do runs both sides of the request and waits for them: it is ready if the
@@ -123,12 +142,16 @@ func (j *job) do(ctx context.Context) error {
 	// Also one that has published all of it: if nobody has heard, it died with it.
 	defer context.AfterFunc(j.prefill.ctx, func() { noPublisher(errOtherSide) })()
 	j.released = j.prefill.expectRelease(j.request)
-	var prefill, decode error
+	var prefill, decode, unreleased error
 	var sides sync.WaitGroup
 	sides.Go(func() {
 		prefill = j.side(wanted, "prefill", j.prefill, j.doPrefill)
 		if prefill != nil {
 			noPublisher(errOtherSide)
+			return
+		}
+		if unreleased = j.awaitRelease(wanted); !j.published {
+			j.releasePrefill()
 		}
 	})
 	sides.Go(func() {
@@ -145,7 +168,7 @@ func (j *job) do(ctx context.Context) error {
 	}
 	err := j.outcome(prefill, decode)
 	if err == nil {
-		err = j.awaitRelease(ctx)
+		err = unreleased
 	}
 	if err != nil {
 		return fmt.Errorf("request %s: %w", j.request, err)
@@ -173,7 +196,7 @@ func (j *job) outcome(prefill, decode error) error {
 	switch {
 	case decode == nil && (codeOf(prefill) == CodeNodeLost || codeOf(prefill) == kvferrypb.Failure_NO_SESSION.String()):
 		return nil // the reader had everything before
-	case errors.Is(prefill, errOtherSide):
+	case errors.Is(prefill, errOtherSide), decode != nil && codeOf(prefill) == CodeNotReleased:
 		return decode
 	case decode == nil, errors.Is(decode, errOtherSide), prefill != nil && explanation(codeOf(prefill)) == "":
 		return prefill
@@ -183,8 +206,12 @@ func (j *job) outcome(prefill, decode error) error {
 }
 
 // awaitRelease waits until the owner says that the publication has ended. If
-// one of its nodes is gone by then, that is no matter of the request's any more.
+// one of its nodes is gone by then, that is no matter of the request's any more;
+// nor is it if the reader has failed, which ends ctx.
 func (j *job) awaitRelease(ctx context.Context) error {
+	if !j.published {
+		return nil
+	}
 	select {
 	case outcome := <-j.released:
 		j.noteRelease(outcome)
@@ -194,6 +221,9 @@ func (j *job) awaitRelease(ctx context.Context) error {
 	case <-j.decode.ctx.Done():
 		return nil // its acknowledgement may be lost with it
 	case <-ctx.Done():
+		if j.prefill.lost() || j.decode.lost() {
+			return nil
+		}
 		return failf(CodeNotReleased, "prefill on %s: publication has not ended: %w", j.prefill.node(), context.Cause(ctx))
 	}
 }
@@ -201,6 +231,14 @@ func (j *job) awaitRelease(ctx context.Context) error {
 func (j *job) noteRelease(outcome string) {
 	j.published = false
 	j.run.noteRelease(outcome)
+}
+
+// releasePrefill says, once, that the request has no pages on its prefill node.
+func (j *job) releasePrefill() {
+	if !j.leftPrefill {
+		j.leftPrefill = true
+		j.run.admission.release(j.prefill.pages, j.pages)
+	}
 }
 
 // settle waits until what the request has published is over, for only then are
@@ -217,7 +255,7 @@ func (j *job) settle(ctx context.Context, over <-chan struct{}) {
 		}
 	}
 	j.prefill.forgetRelease(j.request)
-	j.run.admission.release(j.prefill.pages, j.pages)
+	j.releasePrefill()
 	j.prefill.giveBack()
 }
 
@@ -250,36 +288,67 @@ func (j *job) clean(ctx context.Context, l *life) {
 	}
 }
 
-// again calls f until it is not refused for the moment, or ctx ends.
-func again[T any](ctx context.Context, j *job, f func() (T, error)) (T, error) {
+// again calls f until the node does not refuse it for the moment, or ctx ends;
+// then the error is the last refusal. A request whose tokens the node has moved to
+// its host is brought back first.
+func again[T any](ctx context.Context, j *job, l *life, f func() (T, error)) (T, error) {
 	wait := firstBackoff
+	var refused error
 	for {
-		if ctx.Err() != nil {
+		switch {
+		case ctx.Err() == nil:
+		case refused != nil:
+			return *new(T), fmt.Errorf("%w: %w", context.Cause(ctx), refused)
+		default:
 			return *new(T), context.Cause(ctx)
 		}
 		answer, err := f()
-		switch client.CodeOf(err) {
-		case kvferrypb.Failure_RESOURCE_EXHAUSTED, kvferrypb.Failure_BUSY:
+		if client.CodeOf(err) == kvferrypb.Failure_OFFLOADING {
+			l.moved.offloading.Add(1)
+			if err = j.reload(ctx, l); err == nil {
+				continue
+			}
+		}
+		switch {
+		case j.passes(err):
+			refused = err
+		case refused != nil && ctx.Err() != nil:
+			continue
 		default:
 			return answer, err
 		}
 		j.run.retries.Add(1)
-		t := time.NewTimer(wait)
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-			t.Stop()
-			return answer, fmt.Errorf("%w: %w", context.Cause(ctx), err)
-		}
+		_ = pause(ctx, wait/2+rand.N(wait/2)) // at random: others want the same pages
 		wait = min(2*wait, lastBackoff)
 	}
+}
+
+// passes reports whether a call that was refused may be made again.
+func (j *job) passes(err error) bool {
+	switch client.CodeOf(err) {
+	case kvferrypb.Failure_RESOURCE_EXHAUSTED, kvferrypb.Failure_BUSY, kvferrypb.Failure_OFFLOADING:
+		return true
+	case kvferrypb.Failure_STALE: // its publisher's node has moved it to the host too often
+		return j.prefill != nil && j.prefill.hostPages > 0
+	default:
+		return false
+	}
+}
+
+// reload asks a node once to bring the request back from its host.
+func (j *job) reload(ctx context.Context, l *life) error {
+	answer, err := l.session.Reload(ctx, &kvferrypb.ReloadRequest{Request: string(j.request)})
+	if err == nil && answer.GetPages() > 0 {
+		l.moved.reloads.Add(1)
+	}
+	return err
 }
 
 // ingest begins the request on a node with all its labels.
 func (j *job) ingest(ctx context.Context, l *life) error {
 	needed := &kvferrypb.Labels{}
-	for _, label := range j.run.labels {
-		needed.Labels = append(needed.Labels, string(label))
+	for _, s := range j.streams {
+		needed.Labels = append(needed.Labels, string(s.label))
 	}
 	ctx, stop := l.regardless(ctx) // nobody would remove what comes to be after it was given up
 	defer stop()
@@ -287,22 +356,46 @@ func (j *job) ingest(ctx context.Context, l *life) error {
 	return err
 }
 
-// step is an admitted step and its plans in the order of the labels.
+// step is an admitted step.
 type step struct {
 	life  *life
 	token uint64
-	plans []*kvferrypb.PlanOutput
-	ended bool // committed or aborted
+	views []view // in the order of the job's streams
+	ended bool   // committed or aborted
 }
 
-// admit reserves span new tokens of every label and takes the plan. The caller
-// gives the step up when it is done with it.
-func (j *job) admit(ctx context.Context, l *life, span int) (*step, error) {
+// view is one stream as a step sees it.
+type view struct {
+	stream stream
+	pages  []page.Index // of the whole stream
+	places []place      // of the step's tokens
+	length int          // with those
+}
+
+// combinedLabel is the plan label of steps that pack all streams together.
+const combinedLabel = "all"
+
+// admit reserves span new tokens, those from from on, of every stream that there
+// is by then, makes the forks that are due, and takes the plan. The caller gives
+// the step up when it is done with it.
+func (j *job) admit(ctx context.Context, l *life, from, span int) (*step, error) {
 	request := &kvferrypb.AdmitRequest{Plan: true}
-	for _, label := range j.run.labels {
-		request.Segments = append(request.Segments, &kvferrypb.Segment{Request: string(j.request), Label: string(label), Span: uint32(span)})
+	var streams []stream
+	var labels []string
+	for _, s := range j.streams {
+		if s.forked > from {
+			continue
+		}
+		if s.forked > 0 && s.forked == from {
+			request.PreForks = append(request.PreForks, &kvferrypb.Fork{From: string(id.Main), To: string(s.label)})
+		}
+		request.Segments = append(request.Segments, &kvferrypb.Segment{Request: string(j.request), Label: string(s.label), Span: uint32(span)})
+		streams, labels = append(streams, s), append(labels, string(s.label))
 	}
-	answer, err := again(ctx, j, func() (*kvferrypb.AdmitResponse, error) {
+	if len(labels) > 1 && span > 0 && (j.number+from/span)%2 == 0 {
+		request.Combined = []*kvferrypb.Combined{{Sources: labels, Label: combinedLabel}}
+	}
+	answer, err := again(ctx, j, l, func() (*kvferrypb.AdmitResponse, error) {
 		// Without its answer nobody could end the step.
 		ctx, stop := l.regardless(ctx)
 		defer stop()
@@ -312,18 +405,16 @@ func (j *job) admit(ctx context.Context, l *life, span int) (*step, error) {
 		return nil, err
 	}
 	s := &step{life: l, token: answer.GetStep()}
-	for _, label := range j.run.labels {
-		var found *kvferrypb.PlanOutput
-		for _, p := range answer.GetPlans() {
-			if p.GetLabel() == string(label) {
-				found = p
+	if s.views, err = l.views(j.request, streams, answer.GetPlans()); err == nil {
+		for _, v := range s.views {
+			if len(v.places) != span {
+				err = failf(CodeWrongAnswer, "plan of label %s has places for %d tokens, want %d", v.stream.label, len(v.places), span)
 			}
 		}
-		if found == nil || len(found.GetViews()) != 1 {
-			s.giveUp(ctx)
-			return nil, failf(CodeWrongAnswer, "plan of label %s has %d views, want 1", label, len(found.GetViews()))
-		}
-		s.plans = append(s.plans, found)
+	}
+	if err != nil {
+		s.giveUp(ctx)
+		return nil, err
 	}
 	return s, nil
 }
@@ -351,59 +442,14 @@ func (s *step) giveUp(ctx context.Context) {
 	_ = s.abort(ctx) // a commit that was cut off may have ended it
 }
 
-// places are the write addresses of the new tokens of a plan.
-func (l *life) places(p *kvferrypb.PlanOutput, span int) ([]place, error) {
-	pages, slots := p.GetTokenToPage(), p.GetTokenToSlot()
-	if len(pages) != span || len(slots) != span {
-		return nil, failf(CodeWrongAnswer, "plan of label %s has %d pages and %d slots for %d tokens", p.GetLabel(), len(pages), len(slots), span)
-	}
-	places := make([]place, span)
-	for i := range places {
-		places[i] = place{page.Index(pages[i]), int(slots[i])}
-		if err := l.ranks[0].arena.usable(places[i]); err != nil {
-			return nil, failf(CodeWrongAnswer, "plan of label %s: token %d: %w", p.GetLabel(), i, err)
-		}
-	}
-	return places, nil
-}
-
-// streamPages are the pages of the whole stream, from a plan.
-func (l *life) streamPages(p *kvferrypb.PlanOutput, tokens int) ([]page.Index, error) {
-	if n := int(p.GetViews()[0].GetLength()); n != tokens {
-		return nil, failf(CodeWrongAnswer, "stream of label %s has %d tokens, want %d", p.GetLabel(), n, tokens)
-	}
-	indices := p.GetPagedKvIndices()
-	if want := page.Count(tokens, l.layout().PageSize); len(indices) != want {
-		return nil, failf(CodeWrongAnswer, "stream of label %s has %d pages for %d tokens, want %d", p.GetLabel(), len(indices), tokens, want)
-	}
-	pages := make([]page.Index, len(indices))
-	seen := make(map[page.Index]bool, len(indices))
-	for i, n := range indices {
-		pages[i] = page.Index(n)
-		if err := l.ranks[0].arena.usable(place{page: pages[i]}); n < 0 || err != nil {
-			return nil, failf(CodeWrongAnswer, "stream of label %s: page %d of the list is %d, which is none", p.GetLabel(), i, n)
-		}
-		if seen[pages[i]] {
-			return nil, failf(CodeWrongAnswer, "stream of label %s: page %d is in the list twice", p.GetLabel(), n)
-		}
-		seen[pages[i]] = true
-	}
-	return pages, nil
-}
-
 // write puts the tokens of a step where its plans say, on every rank.
-func (j *job) write(s *step, from, span int) (int64, error) {
-	var n int64
-	for i, label := range j.run.labels {
-		places, err := s.life.places(s.plans[i], span)
-		if err != nil {
-			return n, err
-		}
+func (j *job) write(s *step, from int) (n int64) {
+	for _, v := range s.views {
 		for _, r := range s.life.ranks {
-			n += r.arena.write(newPattern(j.request, label, r.id), from, places)
+			n += r.arena.write(newPattern(j.request, v.stream.label, r.id), from, v.places)
 		}
 	}
-	return n, nil
+	return n
 }
 
 // labelNames are main, cfg, cfg2 and so on.

@@ -53,7 +53,7 @@ func (l *life) left(ctx context.Context, prefix string) (left []string) {
 	}
 	for _, s := range arena.GetItems() {
 		if strings.HasPrefix(s.GetRequest(), prefix) {
-			left = append(left, fmt.Sprintf("request %s: %d pages of label %s, %s", s.GetRequest(), s.GetPages(), s.GetLabel(), s.GetState()))
+			left = append(left, fmt.Sprintf("request %s: %d pages of label %s, and %d on the host, %s", s.GetRequest(), s.GetPages(), s.GetLabel(), s.GetHostPages(), s.GetState()))
 		}
 	}
 	publications, err := admin.Publications(ctx, &kvferrypb.PublicationsRequest{Limit: lookLimit})
@@ -80,8 +80,14 @@ func (l *life) left(ctx context.Context, prefix string) (left []string) {
 		return append(left, err.Error())
 	}
 	pages := status.GetPages()
-	if lost := int(pages.GetTotal()) - int(pages.GetFree()) - int(pages.GetSink()); lost > 0 && status.GetRequests()+status.GetPublications()+status.GetRetrievals() == 0 {
+	if status.GetRequests()+status.GetPublications()+status.GetRetrievals() > 0 {
+		return left
+	}
+	if lost := int(pages.GetTotal()) - int(pages.GetFree()) - int(pages.GetSink()); lost > 0 {
 		left = append(left, fmt.Sprintf("%d pages that no request has: %d owned, %d in limbo, %d in quarantine", lost, pages.GetOwned(), pages.GetLimbo(), pages.GetQuarantine()))
+	}
+	if lost := int(pages.GetHostTotal()) - int(pages.GetHostFree()); lost > 0 {
+		left = append(left, fmt.Sprintf("%d host pages that no request has", lost))
 	}
 	return left
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry/api/client"
@@ -21,11 +22,13 @@ const openTimeout = 30 * time.Second
 // arenas of its ranks. It is lost with its node and never comes back; whoever
 // works on it then ends with [CodeNodeLost].
 type life struct {
-	client  *client.Client
-	session *client.Session
-	regions []io.Closer // mapped arenas
-	ranks   []rank
-	pages   *budget
+	client    *client.Client
+	session   *client.Session
+	regions   []io.Closer // mapped arenas
+	ranks     []rank
+	hostPages int // of the node's host tier
+	pages     *budget
+	moved     moves
 
 	ctx     context.Context         //nolint:containedctx // the life itself: it ends with the node's, the cause says how
 	end     context.CancelCauseFunc // of ctx
@@ -36,6 +39,12 @@ type life struct {
 
 	mu       sync.Mutex
 	released map[id.Request]chan string // of size 1: how the request's publication ended
+}
+
+// moves counts what was seen of the node's host tier.
+type moves struct {
+	offloading atomic.Int64 // answers that a request's tokens are on the host
+	reloads    atomic.Int64 // calls that have brought some back
 }
 
 // rank is one local rank's arena.
@@ -78,7 +87,15 @@ func openLife(ctx context.Context, socket, role string) (_ *life, err error) {
 	if len(l.ranks) == 0 {
 		return nil, errors.New("it has no rank")
 	}
-	l.pages = newBudget(l.layout().Pages - 1) // but the sink
+	status, err := l.client.Admin().Status(ctx, &kvferrypb.StatusRequest{})
+	if err != nil {
+		return nil, err
+	}
+	l.hostPages = int(status.GetPages().GetHostTotal())
+	l.pages = newBudget(l.layout().Pages-1, 0) // but the sink
+	if role == "decode" {
+		l.pages.host = l.hostPages // what a reader waits for stays where it can be read
+	}
 	l.work.Go(l.watch)
 	return l, nil
 }

@@ -272,8 +272,8 @@ func TestWhatIsLeftIsTold(t *testing.T) {
 	c.hook = func(_ context.Context, call fakeCall) error {
 		if call.method == "Remove" && call.node.name == "decode-0" && !call.after && call.nth == 0 {
 			unlock := call.node.lock()
-			call.node.requests["replay-of-somebody-else"] = map[string]*fakeStream{"main": {}}
-			call.node.requests[call.request+"-left"] = map[string]*fakeStream{"main": {}}
+			call.node.requests["replay-of-somebody-else"] = &fakeRequest{streams: map[string]*fakeStream{"main": {}}}
+			call.node.requests[call.request+"-left"] = &fakeRequest{streams: map[string]*fakeStream{"main": {}}}
 			unlock()
 		}
 		return nil
@@ -333,8 +333,8 @@ func TestOneLifeAtATime(t *testing.T) {
 		t.Fatal("the next life was not opened")
 	}
 	defer l.giveBack()
-	if l.name().Incarnation != 2 || mappings(dead) != 1 || l.pages.free != smallLayout.Pages-1 {
-		t.Errorf("life %s with %d free pages, %d mappings of the former one", l.name(), l.pages.free, mappings(dead))
+	if l.name().Incarnation != 2 || mappings(dead) != 1 || l.pages.arena != smallLayout.Pages-1 || l.pages.taken != 0 {
+		t.Errorf("life %s with %d of %d pages taken, %d mappings of the former one", l.name(), l.pages.taken, l.pages.arena, mappings(dead))
 	}
 }
 
@@ -525,7 +525,7 @@ func TestUnexplained(t *testing.T) {
 	for _, code := range []kvferrypb.Failure_Code{
 		kvferrypb.Failure_UNSPECIFIED, kvferrypb.Failure_DIVERGED, kvferrypb.Failure_INCOMPATIBLE, kvferrypb.Failure_RESOURCE_EXHAUSTED,
 		kvferrypb.Failure_ALREADY_EXISTS, kvferrypb.Failure_BUSY, kvferrypb.Failure_INVALID, kvferrypb.Failure_MALFORMED, kvferrypb.Failure_INTERNAL,
-		kvferrypb.Failure_CANCELLED,
+		kvferrypb.Failure_CANCELLED, kvferrypb.Failure_OFFLOADING,
 	} {
 		if why := explanation(code.String()); why != "" {
 			t.Errorf("%s is explained: %s", code, why)
@@ -548,6 +548,7 @@ func TestOutcome(t *testing.T) {
 		"a bug of the publisher's":                {bug, told, bug},
 		"a bug of the publisher's alone":          {bug, nil, bug},
 		"a bug of the reader's":                   {lost, bug, bug},
+		"what was not read was not released":      {failf(CodeNotReleased, "not released"), bug, bug},
 	} {
 		if got := (&job{}).outcome(tt.prefill, tt.decode); !errors.Is(got, tt.want) || (got == nil) != (tt.want == nil) {
 			t.Errorf("%s: %v, want %v", name, got, tt.want)

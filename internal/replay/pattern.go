@@ -14,7 +14,14 @@ const (
 	stepWord  = 0xa0761d6478bd642f
 )
 
-// pattern is the KV of one stream on one rank: a function of request, label,
+// stream is one label of a request. It begins as a copy of main's first tokens,
+// and then grows by itself.
+type stream struct {
+	label  id.Label
+	forked int // tokens that are main's
+}
+
+// pattern is the KV of one label on one rank: a function of request, label,
 // and rank in seed, of layer, K or V, and head in plane, of token, and of
 // element. Every byte depends on each of them.
 type pattern struct{ seed uint64 }

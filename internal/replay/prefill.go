@@ -9,7 +9,8 @@ import (
 
 // doPrefill computes the prompt in chunks and publishes after each one. It
 // removes the request as soon as the final publication is out: that one lives
-// on until its reader has it.
+// on until its reader has it. With a host tier it waits until then: what the node
+// has moved to its host would go with the request.
 func (j *job) doPrefill(ctx context.Context) error {
 	l := j.prefill
 	if err := j.ingest(ctx, l); err != nil {
@@ -22,20 +23,22 @@ func (j *job) doPrefill(ctx context.Context) error {
 		}
 		from += span
 	}
+	if l.hostPages > 0 {
+		if err := j.awaitRelease(ctx); err != nil {
+			return err
+		}
+	}
 	_, err := l.session.Remove(ctx, &kvferrypb.RemoveRequest{Request: string(j.request)})
 	return err
 }
 
 func (j *job) prefillChunk(ctx context.Context, from, span int) error {
-	s, err := j.admit(ctx, j.prefill, span)
+	s, err := j.admit(ctx, j.prefill, from, span)
 	if err != nil {
 		return err
 	}
 	defer s.giveUp(ctx)
-	n, err := j.write(s, from, span)
-	if err != nil {
-		return err
-	}
+	n := j.write(s, from)
 	j.from.note(func(r *NodeReport) { r.Bytes += n })
 	final := from+span == j.tokens
 	if final {
@@ -55,7 +58,11 @@ func (j *job) prefillChunk(ctx context.Context, from, span int) error {
 	if f := published.GetFailure(); f != nil {
 		return failf(f.GetCode().String(), "publish %d tokens: %s", from+span, f.GetMessage())
 	}
-	for _, length := range published.GetResponse().GetLengths() {
+	lengths := published.GetResponse().GetLengths()
+	if len(lengths) != len(s.views) {
+		return failf(CodeWrongAnswer, "published %d labels, want %d", len(lengths), len(s.views))
+	}
+	for _, length := range lengths {
 		if int(length.GetTokens()) != from+span {
 			return failf(CodeWrongAnswer, "published %d tokens of label %s, want %d", length.GetTokens(), length.GetLabel(), from+span)
 		}

@@ -11,6 +11,10 @@
 //	prefill:  Ingest → (Admit → write → Commit and publish)… → Remove
 //	decode:   Ingest → AdmitRetrieve… → check → (Admit → write → Commit)… → check → Remove
 //
+// A request may have several streams, as classifier-free guidance has: main, and
+// others that are forks of it from one of the chunks on, or are written beside
+// it from the first token on ([Options].Labels).
+//
 // Nothing that is checked comes from what was moved: a byte of KV is a
 // function of request, label, rank, token, layer, K or V, head, and element
 // (pattern.go), its place is computed by an arithmetic of this package's own
@@ -19,7 +23,10 @@
 //
 // A request starts when the pages of its input and output fit beside those of
 // all started ones on both of its nodes (admission.go), in the order of the
-// trace; until then it holds nothing anywhere. Its decode side asks for it at
+// trace; until then it holds nothing anywhere. Where a node has a host tier, what
+// is there counts, too: then more requests run than the arena holds, the node
+// moves those that are idle to its host, and whoever finds a request there has it
+// brought back (job.go, again). Its decode side asks for it at
 // once, and so holds its lease at the owner while it waits for the rest.
 //
 // Nodes may die and come back meanwhile. A request belongs to one life of each
@@ -61,10 +68,12 @@ type Options struct {
 	// default, as fast as the nodes take them; at most [MaxTimeScale].
 	TimeScale float64
 	// Concurrency bounds the started requests; default 4 for every node of the
-	// side that has more. What fits in the arenas is the other bound, always.
+	// side that has more. What fits in the arenas, and on the hosts of decode
+	// nodes, is the other bound, always.
 	Concurrency int
 	// Labels is how many streams a request has, of equal length: main, cfg,
-	// cfg2 and so on; default 1, at most [MaxReplayLabels].
+	// cfg2 and so on, some of them forks of main; default 1, at most
+	// [MaxReplayLabels].
 	Labels int
 	// ChunkTokens is the longest prefill chunk in tokens; default 512. A
 	// prompt of three tokens and more has at least three chunks.
@@ -75,6 +84,9 @@ type Options struct {
 	// Pause lies before the final publish: time for a reader to start too
 	// early, if it could. Default 10 ms, negative: none.
 	Pause time.Duration
+	// StepPause lies behind every token that is decoded: an engine that serves
+	// others meanwhile. Default none.
+	StepPause time.Duration
 	// Timeout of one request from its start to its end; default 120 s.
 	Timeout time.Duration
 	// Loop replays the requests again and again, under new names, until it is
@@ -159,8 +171,8 @@ func (o Options) withDefaults() (Options, error) {
 		return o, fmt.Errorf("%d labels are not in 1..%d", o.Labels, MaxReplayLabels)
 	case o.TimeScale < 0 || o.TimeScale > MaxTimeScale || math.IsNaN(o.TimeScale):
 		return o, fmt.Errorf("time scale %v is not in 0..%d", o.TimeScale, MaxTimeScale)
-	case o.Concurrency < 0 || o.ChunkTokens < 0 || o.Timeout < 0:
-		return o, fmt.Errorf("concurrency %d, chunk %d or timeout %v is negative", o.Concurrency, o.ChunkTokens, o.Timeout)
+	case o.Concurrency < 0 || o.ChunkTokens < 0 || o.Timeout < 0 || o.StepPause < 0:
+		return o, fmt.Errorf("concurrency %d, chunk %d, timeout %v, or pause of a step %v is negative", o.Concurrency, o.ChunkTokens, o.Timeout, o.StepPause)
 	case o.Loop < 0 || o.NodeWait < 0 || o.Settle < 0:
 		return o, fmt.Errorf("loop %v, wait for nodes %v or time to settle %v is negative", o.Loop, o.NodeWait, o.Settle)
 	}
@@ -229,7 +241,7 @@ func newRun(o Options, engines []*engine, k kind, stop context.CancelCauseFunc) 
 	r := &run{
 		o: o, log: o.Logger, name: fmt.Sprintf("replay-%08x", rand.Uint32()), stop: stop, start: time.Now(),
 		prefill: engines[:len(o.Prefill)], decode: engines[len(o.Prefill):], kind: k,
-		labels: labelNames(o.Labels), admission: newAdmission(),
+		labels: labelNames(o.Labels), admission: newAdmission(widest(o.Requests, k.geometry.Layout.PageSize)),
 		stats: stats{
 			latency:     hdrhistogram.New(1, int64(time.Hour/time.Microsecond), 3),
 			byTransport: make(map[string]int64), releases: make(map[string]int), failures: make(failures),
@@ -336,9 +348,10 @@ func (r *run) begin(ctx context.Context, w *work, j *job) {
 
 // newJob is the n-th request of the run.
 func (r *run) newJob(n int, request Request) *job {
+	chunk := chunkTokens(request.Input, r.o.ChunkTokens)
 	return &job{
 		run: r, number: n, request: id.Request(fmt.Sprintf("%s-%d", r.name, n)),
-		tokens: request.Input, chunk: chunkTokens(request.Input, r.o.ChunkTokens),
+		tokens: request.Input, chunk: chunk, streams: streamsOf(n, r.labels, request.Input, chunk),
 		steps:       max(0, min(r.o.DecodeSteps, request.Output)),
 		pages:       pagesOf(request, len(r.labels), r.kind.geometry.Layout.PageSize),
 		byReference: n%2 == 1, reference: make(chan string, 1),
@@ -518,6 +531,8 @@ func (r *run) report() *Report {
 	}
 	for _, n := range out.Nodes {
 		left += len(n.Left)
+		out.Offloading += n.Offloading
+		out.Reloads += n.Reloads
 	}
 	out.OK = out.Ready == out.Requests && !out.Corrupt() && left == 0
 	out.Explained = out.Unexplained() == nil

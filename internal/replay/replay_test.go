@@ -101,16 +101,17 @@ func TestReplayFinds(t *testing.T) {
 		code    string
 		corrupt bool
 	}{
-		"ready before final":           {lies{early: true}, CodeEarly, true},
-		"one wrong bit":                {lies{flip: true}, CodeWrongBytes, true},
-		"what never landed":            {lies{stale: true}, CodeWrongBytes, true},
-		"a page twice in a stream":     {lies{double: true}, CodeWrongAnswer, false},
-		"a prompt changed by decoding": {lies{trample: true}, CodeWrongBytes, true},
-		"another length":               {lies{short: true}, CodeWrongAnswer, false},
-		"a place outside of the arena": {lies{unplanned: true}, CodeWrongAnswer, false},
-		"a typed failure":              {lies{fail: kvferrypb.Failure_DIVERGED}, "DIVERGED", false},
-		"a publication without end":    {lies{forget: true}, CodeNotReleased, false},
-		"a retrieve without end":       {lies{mute: true}, CodeTimeout, false},
+		"ready before final":            {lies{early: true}, CodeEarly, true},
+		"one wrong bit":                 {lies{flip: true}, CodeWrongBytes, true},
+		"what never landed":             {lies{stale: true}, CodeWrongBytes, true},
+		"a page twice in a stream":      {lies{double: true}, CodeWrongAnswer, false},
+		"a prompt changed by decoding":  {lies{trample: true}, CodeWrongBytes, true},
+		"another length":                {lies{short: true}, CodeWrongAnswer, false},
+		"a place outside of the arena":  {lies{unplanned: true}, CodeWrongAnswer, false},
+		"index vectors that do not fit": {lies{ragged: true}, CodeWrongAnswer, false},
+		"a typed failure":               {lies{fail: kvferrypb.Failure_DIVERGED}, "DIVERGED", false},
+		"a publication without end":     {lies{forget: true}, CodeNotReleased, false},
+		"a retrieve without end":        {lies{mute: true}, CodeTimeout, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o, c := testOptions(t, tt.lies, 1, 1, 1)
@@ -258,7 +259,7 @@ func TestReportKeys(t *testing.T) {
 	}
 	for _, key := range []string{
 		"ok", "explained", "requests", "ready", "failed", "lost", "labels", "ranks", "tokens", "token_bytes", "bytes", "ready_bytes", "verified_bytes", "wrong_bytes", "early",
-		"decoded_tokens", "retries", "publish_to_ready", "bytes_by_transport", "releases", "failures", "nodes", "elapsed_seconds", "bytes_per_second",
+		"decoded_tokens", "retries", "offloading", "reloads", "publish_to_ready", "bytes_by_transport", "releases", "failures", "nodes", "elapsed_seconds", "bytes_per_second",
 	} {
 		if _, ok := keys[key]; !ok {
 			t.Errorf("%s is missing in %s", key, text)

@@ -43,6 +43,10 @@ type Report struct {
 	DecodedTokens int64 `json:"decoded_tokens"`
 	// Retries of calls that a node refused for the moment.
 	Retries int64 `json:"retries"`
+	// Offloading are the calls that found a request on a node's host, and Reloads
+	// the calls that had one brought back. A node also does both by itself.
+	Offloading int64 `json:"offloading"`
+	Reloads    int64 `json:"reloads"`
 	// PublishToReady is from just before the final publish to the answer that
 	// the request is ready.
 	PublishToReady   Quantiles        `json:"publish_to_ready"`
@@ -86,6 +90,9 @@ type NodeReport struct {
 	Bytes    int64  `json:"bytes"`  // written through the arena, or verified in it
 	Lives    int    `json:"lives"`  // of the node, that were seen: one more than it was restarted
 	Losses   int    `json:"losses"` // how often it died, drained, or ended the session during the run
+	// Offloading and Reloads are as in the Report.
+	Offloading int64 `json:"offloading"`
+	Reloads    int64 `json:"reloads"`
 	// Left is what the run has left on the node at its end, if it was up then.
 	Left []string `json:"left"`
 }
@@ -120,12 +127,13 @@ func (r *Report) WriteTable(w io.Writer) error {
 		t.AppendRow(table.Row{"released as " + outcome, r.Releases[outcome]})
 	}
 	t.AppendRow(table.Row{"retries", r.Retries})
+	t.AppendRow(table.Row{"found on the host", fmt.Sprintf("%d times, %d reloads", r.Offloading, r.Reloads)})
 	t.AppendRow(table.Row{"elapsed", fmt.Sprintf("%.2f s, %s/s verified", r.ElapsedSeconds, bytesText(int64(r.BytesPerSecond)))})
 
 	nodes := newTable()
-	nodes.AppendHeader(table.Row{"node", "role", "requests", "ready", "failed", "tokens", "bytes", "lives", "losses"})
+	nodes.AppendHeader(table.Row{"node", "role", "requests", "ready", "failed", "tokens", "bytes", "lives", "losses", "found on the host", "reloads"})
 	for _, n := range r.Nodes {
-		nodes.AppendRow(table.Row{n.Node, n.Role, n.Requests, n.Ready, n.Failed, n.Tokens, n.Bytes, n.Lives, n.Losses})
+		nodes.AppendRow(table.Row{n.Node, n.Role, n.Requests, n.Ready, n.Failed, n.Tokens, n.Bytes, n.Lives, n.Losses, n.Offloading, n.Reloads})
 	}
 	var out strings.Builder
 	fmt.Fprintf(&out, "%s\n\n%s\n", t.Render(), nodes.Render())
