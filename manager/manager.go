@@ -74,6 +74,8 @@ var (
 	ErrUnknownMove = errors.New("unknown or finished offload or reload")
 	// ErrStaged: the step is staged, or the lane has a staged one; admit it or Unstage.
 	ErrStaged = errors.New("step is staged")
+	// ErrMixed: the nodes of one group have published different content.
+	ErrMixed = errors.New("nodes of one group have published different content")
 	// ErrIncompatible: see [*IncompatibleError].
 	ErrIncompatible = errors.New("publication does not fit this node")
 	// ErrMalformed: the publication contradicts itself; see [*MalformedError].

@@ -1380,7 +1380,7 @@ func (n *node) retrieveFrom(r id.Request, a *announced, minTokens int) {
 		n.retrieveOwn(l, a, out, err)
 		return
 	}
-	from := origin{a.src.Name, a.src.Publication.ContentEpoch}
+	from := origin{name: a.src.Name, epoch: a.src.Publication.ContentEpoch}
 	offer := func(label id.Label) Stream {
 		for _, s := range a.src.Publication.Streams {
 			if s.Label == label {
@@ -1576,7 +1576,7 @@ func (n *node) over(r *read) {
 			}
 			c.tags = append(c.tags, r.from.tags[m.Label][len(c.tags):m.To]...)
 			c.landed = m.To
-			c.origin = origin{r.from.src.Name, r.from.src.Publication.ContentEpoch}
+			c.origin = origin{name: r.from.src.Name, epoch: r.from.src.Publication.ContentEpoch}
 		}
 		n.fails(n.Failed(r.ID), ErrUnknownRetrieval)
 		return

@@ -64,6 +64,7 @@ type stream struct {
 // origin is the publication that a stream was retrieved from.
 type origin struct {
 	name  id.Publication
+	rest  string // names of the other nodes', for a comparison
 	epoch uint32
 }
 

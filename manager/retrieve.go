@@ -12,10 +12,10 @@ import (
 // RetrievalID names one retrieval of this manager, from 1, never reused.
 type RetrievalID uint64
 
-// Move is what is to be read of one label, the same on every local rank: the
+// Move is what is to be read of one label, on each of Ranks: the
 // tokens [From, To). Remote and Local name the pages that these tokens lie in,
 // and no others. A label of which tokens were released has two: before and
-// behind them.
+// behind them; so has one whose ranks have several page lists at their owners.
 type Move struct {
 	Label       id.Label
 	From, To    int
@@ -23,6 +23,8 @@ type Move struct {
 	Remote      []page.Index // owner's pages
 	LocalStart  int          // stream position of Local[0]
 	Local       []page.Index // our pages
+	Ranks       []id.Rank    // local ones, for which it is to be made
+	Owner       int          // whose pages: of the source 0 itself, i its Rest[i-1]
 }
 
 // Retrieval is work to be done: read every Move on every local rank, then call
@@ -31,8 +33,8 @@ type Move struct {
 type Retrieval struct {
 	ID      RetrievalID
 	Request id.Request
-	Source  id.Publication
-	Moves   []Move // in the order of the needed labels
+	Source  id.Publication // and its Rest
+	Moves   []Move         // in the order of the needed labels
 }
 
 // Readiness of a request for the engine.
@@ -144,7 +146,8 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 		}
 		return Outcome{Readiness: Ready}, nil
 	}
-	ready, parts, remote, err := m.compare(req, needed, src, minTokens)
+	from := src.origin()
+	ready, parts, remote, err := m.compare(req, needed, src, from, minTokens)
 	if err != nil {
 		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
 	}
@@ -162,7 +165,7 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 		return Outcome{}, fmt.Errorf("retrieve %q: %w", r, err)
 	}
 	out.Unseal = m.startOver(req, parts)
-	if out.Start = m.begin(req, origin{src.Name, src.Publication.ContentEpoch}, parts, remote); out.Start != nil {
+	if out.Start = m.begin(req, from, parts, remote); out.Start != nil {
 		out.Readiness = Reading
 	}
 	return out, nil
@@ -184,12 +187,12 @@ func (m *Manager) holdsAll(req *request, i PublicationID) error {
 // compare returns what has to happen before the request is ready, or as ready
 // as the source allows: tokens to move, streams to empty. remote are the
 // source's streams of the parts.
-func (m *Manager) compare(req *request, needed []id.Label, src *Source, minTokens int) (ready bool, parts []part, remote []*Stream, err error) {
-	from := origin{src.Name, src.Publication.ContentEpoch}
+func (m *Manager) compare(req *request, needed []id.Label, src *Source, from origin, minTokens int) (ready bool, parts []part, remote []*offered, err error) {
 	ready = true
+	final := src.Final()
 	over := false // a stream has to be emptied, however much is asked for
 	for _, l := range needed {
-		t, err := m.find(&src.Publication, l)
+		t, err := m.find(src, l)
 		if err != nil {
 			return false, nil, nil, err
 		}
@@ -209,30 +212,30 @@ func (m *Manager) compare(req *request, needed []id.Label, src *Source, minToken
 				p.over = true
 			}
 		}
-		done := src.Publication.Final && p.from >= t.Tokens || minTokens > 0 && p.from >= minTokens
-		gap := t.Tokens > p.from && 0 < p.from && p.from < t.Start
+		done := final && p.from >= t.tokens || minTokens > 0 && p.from >= minTokens
+		gap := t.tokens > p.from && 0 < p.from && p.from < t.start
 		if gap && !done && p.stream.origin == from { // what is between is there no more
 			p.over, p.from = true, 0
 		}
-		if s := p.stream; s != nil && s.diverged() && (p.over || t.Tokens > p.from) {
+		if s := p.stream; s != nil && s.diverged() && (p.over || t.tokens > p.from) {
 			return false, nil, nil, fmt.Errorf("label %q: %w", l, ErrDiverged)
 		}
 		ready = ready && done
-		p.to = max(p.from, t.Tokens)
+		p.to = max(p.from, t.tokens)
 		if p.to == p.from && !p.over || gap && done {
 			continue
 		}
-		if t.State != Resident {
+		if !t.resident {
 			ready = ready && !p.over
 			continue // there is nothing to read yet
 		}
 		if gap && !p.over {
 			return false, nil, nil, &IncompatibleError{Fields: []page.Difference{{
-				Field: "start", Ours: strconv.Itoa(p.from), Theirs: strconv.Itoa(t.Start),
+				Field: "start", Ours: strconv.Itoa(p.from), Theirs: strconv.Itoa(t.start),
 			}}}
 		}
 		if p.from == 0 {
-			p.released, p.prefix = t.Start-t.Prefix, t.Prefix
+			p.released, p.prefix = t.start-t.prefix, t.prefix
 		}
 		over = over || p.over
 		parts = append(parts, p)
@@ -306,7 +309,7 @@ func (m *Manager) startOver(req *request, parts []part) (unseal []PublicationID)
 
 // begin reserves pages, which have been counted, and puts the retrieval
 // together; nil if there is nothing to move.
-func (m *Manager) begin(req *request, from origin, parts []part, remote []*Stream) *Retrieval {
+func (m *Manager) begin(req *request, from origin, parts []part, remote []*offered) *Retrieval {
 	var moves []Move
 	var kept []part
 	for i, p := range parts {
@@ -322,25 +325,30 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*Strea
 		p.reserved, _ = m.arena.take(nil, n)
 		local = append(local, p.reserved...)
 		t := remote[i]
-		move := func(from, to, skip int, local []page.Index) { // skip: tokens that the remote list is without
-			start := from / m.size * m.size
-			moves = append(moves, Move{
-				Label: p.label, From: from, To: to,
-				RemoteStart: start, Remote: slices.Clone(t.Pages[(start-skip)/m.size : page.Count(to-skip, m.size)]),
-				LocalStart: start, Local: local,
-			})
+		move := func(from, to int, local []page.Index) {
+			for _, o := range t.parts {
+				skip := 0 // tokens that its list is without in front of these
+				if from >= o.stream.Start {
+					skip = o.stream.Start - o.stream.Prefix
+				}
+				start := from / m.size * m.size
+				moves = append(moves, Move{
+					Label: p.label, From: from, To: to, Ranks: o.ranks, Owner: o.owner,
+					RemoteStart: start, Remote: slices.Clone(o.stream.Pages[(start-skip)/m.size : page.Count(to-skip, m.size)]),
+					LocalStart: start, Local: local,
+				})
+			}
 		}
-		switch behind := t.Start - t.Prefix; {
-		case p.from == 0 && t.Start > 0:
-			front := t.Prefix / m.size
+		if p.from == 0 && t.start > 0 {
+			front := t.prefix / m.size
 			if front > 0 {
-				move(0, t.Prefix, 0, local[:front:front])
+				move(0, t.prefix, local[:front:front])
 			}
-			if p.to > t.Start {
-				move(t.Start, p.to, behind, local[front:])
+			if p.to > t.start {
+				move(t.start, p.to, local[front:])
 			}
-		default:
-			move(p.from, p.to, behind, local)
+		} else {
+			move(p.from, p.to, local)
 		}
 		kept = append(kept, p)
 	}

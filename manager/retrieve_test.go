@@ -100,10 +100,93 @@ func TestRanks(t *testing.T) {
 	t.Run("one list for each", func(t *testing.T) {
 		b := newBed(t, 16, 8, two)
 		b.ingest("r")
-		err := b.refused("r", source([]id.Rank{1}, []id.Rank{2}), ErrIncompatible)
-		if !strings.Contains(err.Error(), "ranks") {
-			t.Errorf("%v does not name the field", err)
-		}
+		got := b.retrieve("r", source([]id.Rank{1}, []id.Rank{2}), 0, Reading)
+		b.same("moves", got.Moves, []Move{
+			{"main", 0, 20, 0, []page.Index{11, 12, 13}, 0, []page.Index{1, 2, 3}, []id.Rank{1}, 0},
+			{"main", 0, 20, 0, []page.Index{21, 22, 23}, 0, []page.Index{1, 2, 3}, []id.Rank{2}, 0},
+		})
+	})
+}
+
+// Ranks that are spread over the nodes of a group are brought in as one.
+func TestGroup(t *testing.T) {
+	two := func(o *Options) {
+		o.Geometry.WorldSize = 2
+		o.Ranks = []id.Rank{0, 1}
+	}
+	// one is what a node of rank r has published, its pages from first on.
+	one := func(node id.Node, r id.Rank, tokens, start, prefix int, first page.Index) Source {
+		s := remote("main", tokens-start+prefix, first)
+		s.Ranks, s.Tokens, s.Start, s.Prefix = []id.Rank{r}, tokens, start, prefix
+		src := *peer(true, s)
+		src.Name.Owner.Node = node
+		src.Geometry.WorldSize = 2
+		return src
+	}
+	group := func(a Source, rest ...Source) *Source {
+		a.Rest = rest
+		return &a
+	}
+	t.Run("as far as both are, then the rest", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		behind := one("b", 1, 12, 0, 0, 51)
+		behind.Publication.Final = false
+		got := b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), behind), 0, Reading)
+		b.same("moves", got.Moves, []Move{
+			{"main", 0, 12, 0, []page.Index{11, 12}, 0, []page.Index{1, 2}, []id.Rank{0}, 0},
+			{"main", 0, 12, 0, []page.Index{51, 52}, 0, []page.Index{1, 2}, []id.Rank{1}, 1},
+		})
+		b.ok(b.Landed(got.ID))
+		b.stored("r", "main", 12)
+		got = b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 20, 0, 0, 51)), 0, Reading)
+		b.same("moves", got.Moves, []Move{
+			{"main", 12, 20, 8, []page.Index{12, 13}, 8, []page.Index{2, 3}, []id.Rank{0}, 0},
+			{"main", 12, 20, 8, []page.Index{52, 53}, 8, []page.Index{2, 3}, []id.Rank{1}, 1},
+		})
+		b.ok(b.Landed(got.ID))
+		b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 20, 0, 0, 51)), 0, Ready)
+	})
+	t.Run("another publication of one of them starts over", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		b.ok(b.Landed(b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 20, 0, 0, 51)), 0, Reading).ID))
+		again := one("b", 1, 20, 0, 0, 61)
+		again.Name.Sequence++
+		got := b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), again), 0, Reading)
+		b.same("from", got.Moves[0].From, 0)
+		b.same("remote", got.Moves[1].Remote, []page.Index{61, 62, 63})
+	})
+	t.Run("retention let different parts go", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		got := b.retrieve("r", group(one("a", 0, 40, 16, 8, 11), one("b", 1, 40, 24, 8, 51)), 0, Reading)
+		b.same("moves", got.Moves, []Move{
+			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}, []id.Rank{0}, 0},
+			{"main", 0, 8, 0, []page.Index{51}, 0, []page.Index{1}, []id.Rank{1}, 1},
+			{"main", 24, 40, 24, []page.Index{13, 14}, 24, []page.Index{2, 3}, []id.Rank{0}, 0},
+			{"main", 24, 40, 24, []page.Index{52, 53}, 24, []page.Index{2, 3}, []id.Rank{1}, 1},
+		})
+	})
+	t.Run("one is missing, or on the host", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		b.retrieve("r", group(one("a", 0, 20, 0, 0, 11)), 0, Waiting)
+		away := one("b", 1, 20, 0, 0, 51)
+		away.Publication.Streams[0].State, away.Publication.Streams[0].Pages = OnHost, nil
+		b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), away), 0, Waiting)
+		b.free(15)
+	})
+	t.Run("what does not go together", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		mixed := one("b", 1, 20, 0, 0, 51)
+		mixed.Publication.ContentEpoch++
+		b.refused("r", group(one("a", 0, 20, 0, 0, 11), mixed), ErrMixed)
+		b.refused("r", group(one("a", 0, 20, 0, 0, 11), one("b", 0, 20, 0, 0, 51)), ErrMalformed)
+		b.refused("r", group(one("a", 0, 20, 0, 0, 11), *group(one("b", 1, 20, 0, 0, 51), one("c", 1, 20, 0, 0, 51))), ErrMalformed)
+		b.refused("r", group(one("a", 0, 40, 16, 8, 11), one("b", 1, 40, 24, 0, 51)), ErrIncompatible)
+		b.free(15)
 	})
 }
 
@@ -175,18 +258,18 @@ func TestReadiness(t *testing.T) {
 		b := newBed(t, 16, 8)
 		b.ingest("r")
 		got := b.retrieve("r", src(0, 16, 30), 0, Reading)
-		b.same("moves", got.Moves, []Move{{"main", 16, 30, 16, []page.Index{11, 12}, 16, []page.Index{1, 2}}})
+		b.same("moves", got.Moves, []Move{{"main", 16, 30, 16, []page.Index{11, 12}, 16, []page.Index{1, 2}, []id.Rank{0}, 0}})
 		landed(b, got, StreamState{Tokens: 30, Released: 16, Pages: 2})
 		b.retrieve("r", src(0, 16, 30), 0, Ready)
 		// What follows is found behind it: 32 is still in the source.
 		got = b.retrieve("r", src(0, 24, 40), 0, Reading)
-		b.same("moves", got.Moves, []Move{{"main", 30, 40, 24, []page.Index{11, 12}, 24, []page.Index{2, 3}}})
+		b.same("moves", got.Moves, []Move{{"main", 30, 40, 24, []page.Index{11, 12}, 24, []page.Index{2, 3}, []id.Rank{0}, 0}})
 		landed(b, got, StreamState{Tokens: 40, Released: 16, Pages: 3})
 		// Between 40 and 48 there is a gap: the stream starts over, prefix first.
 		got = b.retrieve("r", src(8, 48, 60), 0, Reading)
 		b.same("moves", got.Moves, []Move{
-			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}},
-			{"main", 48, 60, 48, []page.Index{12, 13}, 48, []page.Index{2, 3}},
+			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}, []id.Rank{0}, 0},
+			{"main", 48, 60, 48, []page.Index{12, 13}, 48, []page.Index{2, 3}, []id.Rank{0}, 0},
 		})
 		landed(b, got, StreamState{Tokens: 60, Released: 40, Prefix: 8, Pages: 3})
 		p := b.grow("r", "main", 5)

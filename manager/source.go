@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -15,11 +16,70 @@ type Source struct {
 	Name        id.Publication
 	Geometry    page.Geometry // the owner's
 	Publication Publication
+	// Rest are what the other nodes of the owner's group have published of the
+	// request, when its ranks are spread over several: one publication a node,
+	// of other ranks than the others'. They have no Rest.
+	Rest []Source
+}
+
+// Final says that nothing of it grows any more.
+func (s *Source) Final() bool {
+	for i := range s.Rest {
+		if !s.Rest[i].Publication.Final {
+			return false
+		}
+	}
+	return s.Publication.Final
+}
+
+func (s *Source) origin() origin {
+	o := origin{name: s.Name, epoch: s.Publication.ContentEpoch}
+	for i := range s.Rest {
+		o.rest += s.Rest[i].Name.String() + " "
+	}
+	return o
 }
 
 // inspect checks all that a reader relies on; of an own publication, which is
 // not read, only its name. It needs no lock.
 func (m *Manager) inspect(s *Source, own bool) error {
+	if err := m.inspectOne(s, own); err != nil || own {
+		return err
+	}
+	if len(s.Rest) >= id.MaxRanks {
+		return &MalformedError{"rest", fmt.Sprintf("%d publications", len(s.Rest))}
+	}
+	ranks := s.ranks()
+	for i := range s.Rest {
+		r := &s.Rest[i]
+		if err := m.inspectOne(r, false); err != nil {
+			return fmt.Errorf("%s: %w", r.Name, err)
+		}
+		if len(r.Rest) > 0 {
+			return &MalformedError{"rest", "it has a rest of its own"}
+		}
+		if r.Publication.ContentEpoch != s.Publication.ContentEpoch {
+			return fmt.Errorf("%s has content epoch %d, %s has %d: %w", s.Name, s.Publication.ContentEpoch, r.Name, r.Publication.ContentEpoch, ErrMixed)
+		}
+		theirs := r.ranks()
+		if twice := ranks & theirs; twice != 0 {
+			return &MalformedError{"ranks", fmt.Sprintf("%s of %s are another node's too", rankText(twice), r.Name)}
+		}
+		ranks |= theirs
+	}
+	return nil
+}
+
+// ranks are those of its own streams. It has been inspected.
+func (s *Source) ranks() (mask uint64) {
+	for _, t := range s.Publication.Streams {
+		m, _ := rankMask(t.Ranks, id.MaxRanks)
+		mask |= m
+	}
+	return mask
+}
+
+func (m *Manager) inspectOne(s *Source, own bool) error {
 	if s.Name.Owner.Node == "" || s.Name.Sequence == 0 {
 		return &MalformedError{"name", fmt.Sprintf("%q names no publication", s.Name)}
 	}
@@ -103,28 +163,75 @@ func (m *Manager) inspect(s *Source, own bool) error {
 	return nil
 }
 
-// find returns the stream of a label that all local ranks can be read from;
-// nil if one of them is not published. The source has been inspected.
-func (m *Manager) find(p *Publication, l id.Label) (*Stream, error) {
-	i, _ := slices.BinarySearchFunc(p.Streams, l, func(s Stream, l id.Label) int {
-		return strings.Compare(string(s.Label), string(l))
-	})
-	var all uint64
-	var parts []string
-	for ; i < len(p.Streams) && p.Streams[i].Label == l; i++ {
-		mask, _ := rankMask(p.Streams[i].Ranks, id.MaxRanks)
-		if mask&m.rankMask == m.rankMask {
-			return &p.Streams[i], nil
+// offered is what a source has of one label for all local ranks: as much of it
+// as each of them has.
+type offered struct {
+	parts    []offer
+	start    int // tokens; of the one that has released most
+	prefix   int
+	tokens   int
+	resident bool
+}
+
+// offer is one owner's stream.
+type offer struct {
+	owner  int // 0: the source itself, i: Rest[i-1]
+	stream *Stream
+	ranks  []id.Rank // local ones that it has
+}
+
+// find returns what there is of a label for the local ranks; nil if one of them
+// is not published. The source has been inspected.
+func (m *Manager) find(s *Source, l id.Label) (*offered, error) {
+	var out offered
+	missing := m.rankMask
+	for owner := range len(s.Rest) + 1 {
+		p := &s.Publication
+		if owner > 0 {
+			p = &s.Rest[owner-1].Publication
 		}
-		all |= mask
-		parts = append(parts, rankText(mask))
+		i, _ := slices.BinarySearchFunc(p.Streams, l, func(s Stream, l id.Label) int {
+			return strings.Compare(string(s.Label), string(l))
+		})
+		for ; i < len(p.Streams) && p.Streams[i].Label == l; i++ {
+			t := &p.Streams[i]
+			mask, _ := rankMask(t.Ranks, id.MaxRanks)
+			if mask &= m.rankMask; mask == 0 {
+				continue
+			}
+			missing &^= mask
+			if len(out.parts) == 0 {
+				out.start, out.prefix, out.tokens, out.resident = t.Start, t.Prefix, t.Tokens, true
+			}
+			if t.Start > 0 && out.start > 0 && t.Prefix != out.prefix {
+				return nil, &IncompatibleError{Fields: []page.Difference{{
+					Field: "prefix", Ours: strconv.Itoa(out.prefix), Theirs: strconv.Itoa(t.Prefix),
+				}}}
+			}
+			if t.Start > out.start {
+				out.start, out.prefix = t.Start, t.Prefix
+			}
+			out.tokens = min(out.tokens, t.Tokens)
+			out.resident = out.resident && t.State == Resident
+			out.parts = append(out.parts, offer{owner: owner, stream: t, ranks: m.ranksOf(mask)})
+		}
 	}
-	if all&m.rankMask == m.rankMask {
-		// Our ranks have one page list a stream, theirs have several: no Move
-		// could say that.
-		return nil, &IncompatibleError{Fields: []page.Difference{{
-			Field: "ranks", Ours: rankText(m.rankMask), Theirs: strings.Join(parts, ", "),
-		}}}
+	if missing != 0 || len(out.parts) == 0 || out.tokens < out.start {
+		return nil, nil //nolint:nilnil // not offered yet
 	}
-	return nil, nil
+	return &out, nil
+}
+
+// ranksOf lists the local ranks in a mask.
+func (m *Manager) ranksOf(mask uint64) []id.Rank {
+	if mask == m.rankMask {
+		return slices.Clone(m.ranks)
+	}
+	var list []id.Rank
+	for _, r := range m.ranks {
+		if mask&(1<<r) != 0 {
+			list = append(list, r)
+		}
+	}
+	return list
 }

@@ -16,7 +16,6 @@ import (
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
-	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/publish"
 	"github.com/kvferry/kvferry/transfer"
@@ -90,8 +89,10 @@ type follow struct {
 	landed    *manager.Source // all of it has landed: what it was
 	transport string
 	bytes     int64
-	query     query // the last that looked
-	moved     int   // how often another one has gone on since something landed
+	query     query     // the last that looked
+	moved     int       // how often another one has gone on since something landed
+	rest      []*follow // leases at the other nodes of the owner's group
+	lead      *follow   // whose rest it is in; nil: it leads itself
 }
 
 // reading is one retrieval at work.
@@ -187,6 +188,17 @@ func (fs *follows) active() []*follow {
 	return active
 }
 
+// leases are the active ones, and those beside them.
+func (fs *follows) leases() []*follow {
+	all := fs.active()
+	for _, f := range all[:len(all):len(all)] {
+		f.mu.Lock()
+		all = append(all, f.rest...)
+		f.mu.Unlock()
+	}
+	return all
+}
+
 // accept makes a follow of the publication, unless the request follows one
 // already. made says which; a call that has been ended makes none.
 func (n *Node) accept(ctx context.Context, s *session, r id.Request, source id.Publication, seal uint32) (f *follow, changed <-chan struct{}, made bool, err error) {
@@ -273,8 +285,12 @@ func (n *Node) succeed(ctx context.Context, f *follow, e publish.Entry) (*follow
 		changed: make(chan struct{}), query: f.query, moved: f.moved + 1, transport: f.transport, bytes: f.bytes,
 	}
 	names := f.names
-	fs.drop(f)
+	fs.forget(f)
 	fs.byRequest[f.request] = next
+	next.rest, f.rest = f.rest, nil
+	for _, c := range next.rest {
+		c.follows(next)
+	}
 	for _, name := range append(names, e.Name) {
 		fs.call(next, name)
 	}
@@ -304,6 +320,16 @@ func (fs *follows) drop(f *follow) {
 		return
 	}
 	delete(fs.byRequest, f.request)
+	fs.forget(f)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, c := range f.rest {
+		fs.forget(c)
+	}
+}
+
+// forget makes a follow found by none of its names. fs.mu is held.
+func (fs *follows) forget(f *follow) {
 	for _, name := range f.names {
 		if fs.bySource[name] == f {
 			delete(fs.bySource, name)
@@ -332,9 +358,16 @@ func (n *Node) lose(q query, f *follow, err error) {
 	f.wakeLocked()
 }
 
+// follows makes a follow one beside another.
+func (f *follow) follows(lead *follow) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.lead, f.refused = lead, ""
+}
+
 // lost ends what follows a life that has gone.
 func (fs *follows) lost(life id.Life, cause error) {
-	for _, f := range fs.active() {
+	for _, f := range fs.leases() {
 		if f.source.Owner == life {
 			f.fail(cause)
 		}
@@ -364,10 +397,14 @@ func (f *follow) acknowledge(outcome kvferrypb.CompleteItem_Outcome) {
 	f.mu.Lock()
 	tell := f.leased && !f.over
 	f.over = true
+	rest := f.rest
 	f.wakeLocked()
 	f.mu.Unlock()
 	if tell {
 		f.tell(outcome)
+	}
+	for _, c := range rest {
+		c.acknowledge(outcome)
 	}
 }
 
@@ -380,6 +417,10 @@ func (f *follow) tell(outcome kvferrypb.CompleteItem_Outcome) {
 
 // fail records a cause and ends the read that runs, if any.
 func (f *follow) fail(cause error) {
+	if lead := f.leader(); lead != nil {
+		lead.fail(cause)
+		return
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.over {
@@ -418,12 +459,16 @@ func (f *follow) granted(now, until time.Time) (slack time.Duration, ok bool) {
 // seal decides. One that waits must not wait for ever.
 func (f *follow) refuse(why string) {
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.over {
-		return
+	lead := f.lead
+	if !f.over {
+		f.refused = why
+		f.wakeLocked()
 	}
-	f.refused = why
-	f.wakeLocked()
+	over := f.over
+	f.mu.Unlock()
+	if lead != nil && !over {
+		lead.refuse(why)
+	}
 }
 
 func (f *follow) wakeLocked() {
@@ -672,12 +717,12 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		n.lose(q, f, err)
 		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
 	}
-	if e.Name != f.source {
+	if e.Name != f.source || f.isBeside() && f.mayGoOn() { // it, or one beside it, has moved
 		next, nextChanged, err := n.succeed(ctx, f, e)
 		switch {
 		case err != nil:
 			return sight{}, fmt.Errorf("retrieve %q: %w", q.request, err)
-		case next.source != e.Name: // somebody was faster, or it reads again
+		case next.source != e.Name || next == f: // somebody was faster, or it reads again
 			return n.look(ctx, s, q)
 		}
 		f, changed = next, nextChanged
@@ -685,7 +730,7 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		n.lose(q, f, err)
 		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
 	}
-	return n.admit(q, f, changed, false, e, source)
+	return n.admit(q, f, changed, false, n.gather(ctx, q, e.Seal, source))
 }
 
 // mayGoOn says whether the follow has failed so that what goes on for its
@@ -783,9 +828,13 @@ func (n *Node) try(ctx context.Context, s *session, q query, name id.Publication
 	if n.isDraining() {
 		return sight{}, false, fmt.Errorf("retrieve %q: %w", q.request, errDraining)
 	}
+	var w whole
 	e, source, err := n.fetch(ctx, q, name)
-	if err == nil && q.reference == nil {
-		err = n.covers(source)
+	if err == nil {
+		w = n.gather(ctx, q, e.Seal, source)
+		if q.reference == nil {
+			err = cmp.Or(w.missing, n.covers(w.source()))
+		}
 	}
 	if err != nil {
 		return sight{}, true, &retrieveError{request: q.request, source: name, err: err}
@@ -799,7 +848,7 @@ func (n *Node) try(ctx context.Context, s *session, q query, name id.Publication
 		return seen, false, err
 	}
 	n.follows.alias(f, name)
-	seen, err := n.admit(q, f, changed, made, e, source)
+	seen, err := n.admit(q, f, changed, made, w)
 	return seen, made && isUnfit(err), err
 }
 
@@ -823,7 +872,8 @@ func (n *Node) ownPublication(q query, name id.Publication) (_ sight, next bool,
 
 // admit asks the manager what is to be brought in of a publication that is
 // followed, and starts that. made: the follow was made for it.
-func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, e publish.Entry, source *manager.Source) (sight, error) {
+func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, w whole) (sight, error) {
+	source := w.source()
 	f.asks(q)
 	out, err := n.manager.AdmitRetrieve(q.request, q.at, source, q.minTokens)
 	switch {
@@ -832,6 +882,7 @@ func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, e p
 		if made && (q.wait <= 0 || !room) || !room && !errors.Is(err, manager.ErrStepInFlight) {
 			n.lose(q, f, err)
 		} else {
+			n.beside(f, w.parts[1:])
 			f.keep() // the owner's pages are needed when ours are there
 		}
 		return sight{}, n.failed(f, err)
@@ -839,14 +890,15 @@ func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, e p
 		n.finish(f, kvferrypb.CompleteItem_LANDED)
 		return sight{answer: answer{readiness: manager.Ready, source: source.Name}}, nil
 	}
+	n.beside(f, w.parts[1:])
 	f.keep()
 	if len(out.Unseal) > 0 {
 		n.announceEnds(n.owner.unseal(time.Now(), out.Unseal))
 	}
 	if out.Start != nil {
-		n.read(f, e.Seal, *source, *out.Start)
+		n.read(f, w.parts, *out.Start)
 	}
-	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed}, nil
+	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed, missing: w.missing}, nil
 }
 
 // again answers for what has landed before. The owner is not asked any more: it
@@ -900,27 +952,6 @@ func (n *Node) candidates(q query) []id.Publication {
 		names = append(names, own)
 	}
 	return names
-}
-
-// covers refuses a publication of other ranks of its engine than ours: it will
-// never hold what we need, and another node's does.
-func (n *Node) covers(s *manager.Source) error {
-	var theirs []id.Rank
-	for _, st := range s.Publication.Streams {
-		theirs = append(theirs, st.Ranks...)
-	}
-	if len(theirs) == 0 {
-		return nil
-	}
-	for _, r := range n.ranks {
-		if !slices.Contains(theirs, r) {
-			slices.Sort(theirs)
-			return &manager.IncompatibleError{Fields: []page.Difference{{
-				Field: "ranks", Ours: fmt.Sprint(n.ranks), Theirs: fmt.Sprint(slices.Compact(theirs)),
-			}}}
-		}
-	}
-	return nil
 }
 
 // unmetError: the owner is a member, and has not said hello yet.
@@ -992,7 +1023,7 @@ func (n *Node) lookup(ctx context.Context, p *peer, name id.Publication, r id.Re
 
 // read starts one retrieval. It owns the retrieval until the manager has been
 // told how it ended.
-func (n *Node) read(f *follow, seal uint32, source manager.Source, r manager.Retrieval) {
+func (n *Node) read(f *follow, parts []part, r manager.Retrieval) {
 	ctx, cancel := context.WithCancelCause(n.ctx)
 	run := &reading{id: r.ID, cancel: cancel, done: make(chan struct{}), state: "queued"}
 	f.mu.Lock()
@@ -1004,17 +1035,17 @@ func (n *Node) read(f *follow, seal uint32, source manager.Source, r manager.Ret
 	start := time.Now()
 	work := func() {
 		defer cancel(nil)
-		bytes, by, err := n.pull(ctx, f, run, seal, source, r)
-		n.settle(ctx, f, run, source, bytes, by, err, time.Since(start))
+		bytes, by, err := n.pull(ctx, f, run, parts, r)
+		n.settle(ctx, f, run, parts, bytes, by, err, time.Since(start))
 	}
 	if !n.spawn(work) {
-		n.settle(ctx, f, run, source, 0, "", errDraining, 0)
+		n.settle(ctx, f, run, parts, 0, "", errDraining, 0)
 	}
 }
 
 // pull moves a retrieval's bytes, with another attempt when that can help. It
 // returns when nothing of it can land any more.
-func (n *Node) pull(ctx context.Context, f *follow, run *reading, seal uint32, source manager.Source, r manager.Retrieval) (bytes int64, by string, err error) {
+func (n *Node) pull(ctx context.Context, f *follow, run *reading, parts []part, r manager.Retrieval) (bytes int64, by string, err error) {
 	// Those in front are bounded each, and the caller may give up and cancel.
 	select {
 	case n.reads <- struct{}{}:
@@ -1022,20 +1053,18 @@ func (n *Node) pull(ctx context.Context, f *follow, run *reading, seal uint32, s
 	case <-ctx.Done():
 		return 0, "", context.Cause(ctx)
 	}
-	value, _ := id.SealValue(source.Name.Owner.Incarnation, source.Name.Sequence)
-	seals := []transfer.Seal{{Index: seal, Value: value}}
 	wait := n.config.Timers.BackoffMin
 	attempts := n.config.Timers.Attempts
 	for attempt := 1; ; attempt++ {
 		f.state(run, "reading")
-		bytes, by, err = n.pullOnce(ctx, seals, source, r)
+		bytes, by, err = n.pullOnce(ctx, parts, r)
 		if err == nil || attempt >= attempts || ctx.Err() != nil || !mayHelp(err) {
 			if err != nil && ctx.Err() != nil {
 				err = context.Cause(ctx)
 			}
 			return bytes, by, err
 		}
-		n.log.Warn("read failed, trying again", "request", string(r.Request), "node", source.Name.Owner.String(), "attempt", attempt, "err", err)
+		n.log.Warn("read failed, trying again", "request", string(r.Request), "node", r.Source.Owner.String(), "attempt", attempt, "err", err)
 		f.state(run, "backoff")
 		if !sleep(ctx, wait/2+rand.N(wait/2+1)) { // jitter
 			return bytes, by, context.Cause(ctx)
@@ -1054,46 +1083,71 @@ func mayHelp(err error) bool {
 	return true
 }
 
-func (n *Node) pullOnce(ctx context.Context, seals []transfer.Seal, source manager.Source, r manager.Retrieval) (int64, string, error) {
-	p := n.peers.byLife(source.Name.Owner)
-	if p == nil {
-		return 0, "", fmt.Errorf("%s: %w", source.Name.Owner, errOwnerLost)
-	}
-	link, by, err := p.reader(ctx)
-	if err != nil {
-		return 0, "", fmt.Errorf("open a link to %s: %w", source.Name.Owner, p.unreachable(err))
-	}
+// errand is what is read of one owner for one rank.
+type errand struct {
+	peer   *peer
+	link   transfer.Link
+	seals  []transfer.Seal
+	copies []transfer.Copy
+}
+
+func (n *Node) pullOnce(ctx context.Context, parts []part, r manager.Retrieval) (total int64, by string, err error) {
 	// All are planned before the first is read, so that an error leaves none behind.
-	copies := make([][]transfer.Copy, len(n.ranks))
-	var total int64
-	for i, rank := range n.ranks {
-		for _, m := range r.Moves {
-			remote := transfer.Side{Layout: source.Geometry.Layout, Start: m.RemoteStart, Pages: m.Remote}
-			local := transfer.Side{Layout: n.geometry.Layout, Start: m.LocalStart, Pages: m.Local}
-			if copies[i], err = transfer.Copies(copies[i], rank, remote, local, m.From, m.To); err != nil {
-				return 0, by.Name(), err
+	var errands []errand
+	for owner, p := range parts {
+		name := p.source.Name
+		peer := n.peers.byLife(name.Owner)
+		if peer == nil {
+			return 0, by, fmt.Errorf("%s: %w", name.Owner, errOwnerLost)
+		}
+		link, transport, err := peer.reader(ctx)
+		if err != nil {
+			return 0, by, fmt.Errorf("open a link to %s: %w", name.Owner, peer.unreachable(err))
+		}
+		by = transport.Name()
+		value, _ := id.SealValue(name.Owner.Incarnation, name.Sequence)
+		seals := []transfer.Seal{{Index: p.seal, Value: value}}
+		for _, rank := range n.ranks {
+			var copies []transfer.Copy
+			for _, m := range r.Moves {
+				if m.Owner != owner || !slices.Contains(m.Ranks, rank) {
+					continue
+				}
+				remote := transfer.Side{Layout: p.source.Geometry.Layout, Start: m.RemoteStart, Pages: m.Remote}
+				local := transfer.Side{Layout: n.geometry.Layout, Start: m.LocalStart, Pages: m.Local}
+				if copies, err = transfer.Copies(copies, rank, remote, local, m.From, m.To); err != nil {
+					return 0, by, err
+				}
 			}
+			if len(copies) == 0 {
+				continue
+			}
+			for _, c := range copies {
+				total += c.Bytes
+			}
+			n.metrics.chunks(copies)
+			errands = append(errands, errand{peer, link, seals, copies})
 		}
-		for _, c := range copies[i] {
-			total += c.Bytes
-		}
-		n.metrics.chunks(copies[i])
 	}
 	var reads errgroup.Group // all have returned, whichever failed
-	for _, c := range copies {
-		reads.Go(func() error { return link.Read(ctx, seals, c) })
+	for _, s := range errands {
+		reads.Go(func() error {
+			err := s.link.Read(ctx, s.seals, s.copies)
+			if errors.Is(err, transfer.ErrIdentity) || errors.Is(err, transfer.ErrClosed) {
+				s.peer.drop(s.link)
+			}
+			return err
+		})
 	}
 	if err := reads.Wait(); err != nil {
-		if errors.Is(err, transfer.ErrIdentity) || errors.Is(err, transfer.ErrClosed) {
-			p.drop(link)
-		}
-		return 0, by.Name(), err
+		return 0, by, err
 	}
-	return total, by.Name(), nil
+	return total, by, nil
 }
 
 // settle tells the manager how a retrieval ended, once, then whoever waits.
-func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manager.Source, bytes int64, by string, err error, took time.Duration) {
+func (n *Node) settle(ctx context.Context, f *follow, run *reading, parts []part, bytes int64, by string, err error, took time.Duration) {
+	source := parts[0].source
 	if err == nil {
 		// Refused if the request was removed or reset while the bytes landed.
 		if err = n.manager.Landed(run.id); err != nil {
@@ -1107,8 +1161,7 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manag
 	}
 	if errors.Is(err, transfer.ErrStale) {
 		n.metrics.stale.WithLabelValues("reader").Inc()
-		n.board.Forget(source.Name)
-		err = n.staleCause(ctx, source.Name, err)
+		err = n.staleCause(ctx, f.request, parts, err)
 	}
 	n.metrics.retrieval(err, by, took)
 	f.mu.Lock()
@@ -1119,8 +1172,8 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manag
 	if err == nil {
 		f.bytes += bytes
 		f.moved = 0
-		if source.Publication.Final {
-			f.landed, f.err, f.refused = &source, nil, ""
+		if source.Final() {
+			f.landed, f.err, f.refused = source, nil, ""
 		}
 	} else if f.err == nil {
 		f.err = err
@@ -1132,25 +1185,32 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, source manag
 		n.resume(f)
 	case err != nil:
 		f.session.emit(failedEvent(f.request, n.failed(f, err)))
-	case source.Publication.Final:
+	case source.Final():
 		f.acknowledge(kvferrypb.CompleteItem_LANDED)
 		f.session.emit(retrievedEvent(f.request, source.Name.Owner))
 	}
 	close(run.done)
 }
 
-// staleCause asks the owner how the publication ended, to say it.
-func (n *Node) staleCause(ctx context.Context, name id.Publication, err error) error {
-	p := n.peers.byLife(name.Owner)
-	if p == nil {
-		return err
-	}
-	res, asked := p.lookup(ctx, name.Sequence, "")
-	if asked == nil && res.GetContinues() {
-		return fmt.Errorf("%w: %w", errMoved, err)
-	}
-	if cause, ok := refusalOf(asked); ok {
-		return fmt.Errorf("%w: %w", endedError(cause), err)
+// staleCause asks the owners how their publications ended, to say it, and learns
+// what goes on for them.
+func (n *Node) staleCause(ctx context.Context, r id.Request, parts []part, err error) error {
+	for _, part := range parts {
+		name := part.source.Name
+		n.board.Forget(name)
+		p := n.peers.byLife(name.Owner)
+		if p == nil {
+			continue
+		}
+		res, asked := p.lookup(ctx, name.Sequence, r)
+		if asked == nil && res.GetContinues() {
+			a := res.GetAnnouncement()
+			_, _ = n.board.Learn(time.Now(), p.life, a.GetMessage(), id.Request(a.GetRequest())) // asked for again where it is followed
+			return fmt.Errorf("%w: %w", errMoved, err)
+		}
+		if cause, ok := refusalOf(asked); ok {
+			return fmt.Errorf("%w: %w", endedError(cause), err)
+		}
 	}
 	return err
 }
@@ -1210,7 +1270,7 @@ func (n *Node) cancelRetrieval(ctx context.Context, r id.Request, cause error) e
 
 // renew asks owners to keep what is followed here.
 func (n *Node) renew() {
-	for _, f := range n.follows.active() {
+	for _, f := range n.follows.leases() {
 		f.tell(kvferrypb.CompleteItem_OUTCOME_UNSPECIFIED)
 	}
 }

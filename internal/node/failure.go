@@ -52,6 +52,7 @@ func failures() []failure {
 		{errMoved, kvferrypb.Failure_STALE, codes.Aborted, "nothing of it was used; retrieve it again, or prefill again"},
 		{transfer.ErrStale, kvferrypb.Failure_STALE, codes.Aborted, "nothing of it was used; prefill again"},
 		{manager.ErrDiverged, kvferrypb.Failure_DIVERGED, codes.FailedPrecondition, "reset the request to take a later publication"},
+		{manager.ErrMixed, kvferrypb.Failure_STALE, codes.Aborted, "publish the same steps on all nodes of the group; prefill again"},
 		{manager.ErrIncompatible, kvferrypb.Failure_INCOMPATIBLE, codes.FailedPrecondition, "give both nodes the same arena section"},
 		{errGeometry, kvferrypb.Failure_INCOMPATIBLE, codes.FailedPrecondition, "change the engine, or the node's arena section"},
 		{manager.ErrMalformed, kvferrypb.Failure_MALFORMED, codes.DataLoss, "update the publishing node"},
