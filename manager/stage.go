@@ -44,8 +44,8 @@ func (m *Manager) drop(t Token) {
 	m.retire(a)
 	for _, g := range slices.Backward(a.created) {
 		// Since a reset it is not the step's: a retrieve may fill it. Nor is it
-		// while another step is on the request.
-		if st := g.stream; g.live() && st.stored == 0 && g.request.inFlight == 0 && st.state == Resident {
+		// while another step is on the request, or a publication has listed it.
+		if st := g.stream; g.live() && st.stored == 0 && !st.listed && g.request.inFlight == 0 && st.state == Resident {
 			m.release(st.pages)
 			g.request.drop(st)
 		}

@@ -94,3 +94,15 @@ func TestPromotedPosition(t *testing.T) {
 	b.same("position", b.state("a", "cfg").Position, 12)
 	b.same("slot", b.grow("a", "cfg", 1).Slots[0], page.Slot{Page: 4, Slot: 4})
 }
+
+// A label that was published stays, also when the staged step that made it goes.
+func TestUnstagePublished(t *testing.T) {
+	b := newBed(t, 16, 8)
+	b.ingest("a")
+	b.grow("a", "main", 3)
+	b.stage(Step{Segments: []Segment{{"a", "cfg", 1}}})
+	b.same("streams", len(b.publish("a", false).Streams), 2)
+	b.Unstage(0)
+	b.same("streams", len(b.publish("a", true).Streams), 2)
+	b.stored("a", "cfg", 0)
+}

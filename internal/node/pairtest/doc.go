@@ -1,5 +1,7 @@
-// Package pairtest holds one test: two managers, an owner's and a reader's, with
-// real arenas, seal table, log, and board, joined by the in-memory transport
-// with faults, under random operations. After every operation pages are
-// conserved; whatever is ready has the bytes that were published.
+// Package pairtest holds one test: nodes without processes and sockets, each a
+// manager with real arenas, host memory, seal table, log, and board. The first
+// computes and publishes, the second pulls from it, decodes, and publishes
+// again, the third pulls from both, under random operations and a transport with
+// faults. A model says token by token which bytes must be where; after every
+// operation pages are conserved, and every byte is what the model says.
 package pairtest
