@@ -155,6 +155,7 @@ const (
 	Failure_BLOCKED            Failure_Code = 20 // other members stand in the way: the message names them
 	Failure_OFFLOADING         Failure_Code = 21 // tokens are on the host, or on the way: reload, or try again
 	Failure_UNEQUAL            Failure_Code = 22 // ranks of one engine differ
+	Failure_CHECKSUM           Failure_Code = 23 // bytes that arrived are not those that were published; read twice
 )
 
 // Enum value maps for Failure_Code.
@@ -183,6 +184,7 @@ var (
 		20: "BLOCKED",
 		21: "OFFLOADING",
 		22: "UNEQUAL",
+		23: "CHECKSUM",
 	}
 	Failure_Code_value = map[string]int32{
 		"UNSPECIFIED":        0,
@@ -208,6 +210,7 @@ var (
 		"BLOCKED":            20,
 		"OFFLOADING":         21,
 		"UNEQUAL":            22,
+		"CHECKSUM":           23,
 	}
 )
 
@@ -4140,7 +4143,7 @@ const file_engine_proto_rawDesc = "" +
 	"\tRETRIEVED\x10\x03\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x04\x12\b\n" +
-	"\x04PEER\x10\x05\"\xde\x06\n" +
+	"\x04PEER\x10\x05\"\xec\x06\n" +
 	"\aFailure\x12,\n" +
 	"\x04code\x18\x01 \x01(\x0e2\x18.kvferry.v1.Failure.CodeR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x18\n" +
@@ -4163,7 +4166,7 @@ const file_engine_proto_rawDesc = "" +
 	"Difference\x12\x14\n" +
 	"\x05field\x18\x01 \x01(\tR\x05field\x12\x12\n" +
 	"\x04ours\x18\x02 \x01(\tR\x04ours\x12\x16\n" +
-	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xdc\x02\n" +
+	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xea\x02\n" +
 	"\x04Code\x12\x0f\n" +
 	"\vUNSPECIFIED\x10\x00\x12\r\n" +
 	"\tNOT_FOUND\x10\x01\x12\t\n" +
@@ -4191,7 +4194,8 @@ const file_engine_proto_rawDesc = "" +
 	"\aBLOCKED\x10\x14\x12\x0e\n" +
 	"\n" +
 	"OFFLOADING\x10\x15\x12\v\n" +
-	"\aUNEQUAL\x10\x16*0\n" +
+	"\aUNEQUAL\x10\x16\x12\f\n" +
+	"\bCHECKSUM\x10\x17*0\n" +
 	"\tReadiness\x12\v\n" +
 	"\aWAITING\x10\x00\x12\v\n" +
 	"\aREADING\x10\x01\x12\t\n" +

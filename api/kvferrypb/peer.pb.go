@@ -1272,6 +1272,127 @@ func (x *WarmupResponse) GetTotalPages() uint32 {
 	return 0
 }
 
+type ChecksumsRequest struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Incarnation uint64                 `protobuf:"varint,1,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the owner
+	Sequence    uint64                 `protobuf:"varint,2,opt,name=sequence,proto3" json:"sequence,omitempty"`       // of the publication
+	Rank        uint32                 `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`
+	// Of each page its first slots, as many as lie below a length that was published.
+	Pages         []uint32 `protobuf:"varint,4,rep,packed,name=pages,proto3" json:"pages,omitempty"`
+	Slots         []uint32 `protobuf:"varint,5,rep,packed,name=slots,proto3" json:"slots,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChecksumsRequest) Reset() {
+	*x = ChecksumsRequest{}
+	mi := &file_peer_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChecksumsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChecksumsRequest) ProtoMessage() {}
+
+func (x *ChecksumsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_peer_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChecksumsRequest.ProtoReflect.Descriptor instead.
+func (*ChecksumsRequest) Descriptor() ([]byte, []int) {
+	return file_peer_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ChecksumsRequest) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *ChecksumsRequest) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+func (x *ChecksumsRequest) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *ChecksumsRequest) GetPages() []uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return nil
+}
+
+func (x *ChecksumsRequest) GetSlots() []uint32 {
+	if x != nil {
+		return x.Slots
+	}
+	return nil
+}
+
+type ChecksumsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sums          []int64                `protobuf:"varint,1,rep,packed,name=sums,proto3" json:"sums,omitempty"` // CRC-32C, one a page; -1: it was not made
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChecksumsResponse) Reset() {
+	*x = ChecksumsResponse{}
+	mi := &file_peer_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChecksumsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChecksumsResponse) ProtoMessage() {}
+
+func (x *ChecksumsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_peer_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChecksumsResponse.ProtoReflect.Descriptor instead.
+func (*ChecksumsResponse) Descriptor() ([]byte, []int) {
+	return file_peer_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ChecksumsResponse) GetSums() []int64 {
+	if x != nil {
+		return x.Sums
+	}
+	return nil
+}
+
 // One a item, in order: how long the lease lasts, or why there is none.
 type LeaseResponse_Result struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1283,7 +1404,7 @@ type LeaseResponse_Result struct {
 
 func (x *LeaseResponse_Result) Reset() {
 	*x = LeaseResponse_Result{}
-	mi := &file_peer_proto_msgTypes[21]
+	mi := &file_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1295,7 +1416,7 @@ func (x *LeaseResponse_Result) String() string {
 func (*LeaseResponse_Result) ProtoMessage() {}
 
 func (x *LeaseResponse_Result) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[21]
+	mi := &file_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1421,14 +1542,23 @@ const file_peer_proto_rawDesc = "" +
 	"\n" +
 	"free_pages\x18\x03 \x01(\rR\tfreePages\x12\x1f\n" +
 	"\vtotal_pages\x18\x04 \x01(\rR\n" +
-	"totalPages2\xcf\x03\n" +
+	"totalPages\"\x90\x01\n" +
+	"\x10ChecksumsRequest\x12 \n" +
+	"\vincarnation\x18\x01 \x01(\x04R\vincarnation\x12\x1a\n" +
+	"\bsequence\x18\x02 \x01(\x04R\bsequence\x12\x12\n" +
+	"\x04rank\x18\x03 \x01(\rR\x04rank\x12\x14\n" +
+	"\x05pages\x18\x04 \x03(\rR\x05pages\x12\x14\n" +
+	"\x05slots\x18\x05 \x03(\rR\x05slots\"'\n" +
+	"\x11ChecksumsResponse\x12\x12\n" +
+	"\x04sums\x18\x01 \x03(\x03R\x04sums2\x99\x04\n" +
 	"\x04Peer\x12<\n" +
 	"\x05Hello\x12\x18.kvferry.v1.HelloRequest\x1a\x19.kvferry.v1.HelloResponse\x12=\n" +
 	"\x04Push\x12\x17.kvferry.v1.PushRequest\x1a\x18.kvferry.v1.PushResponse(\x010\x01\x12?\n" +
 	"\x06Lookup\x12\x19.kvferry.v1.LookupRequest\x1a\x1a.kvferry.v1.LookupResponse\x12C\n" +
 	"\bSnapshot\x12\x1b.kvferry.v1.SnapshotRequest\x1a\x18.kvferry.v1.SnapshotItem0\x01\x12<\n" +
 	"\x05Lease\x12\x18.kvferry.v1.LeaseRequest\x1a\x19.kvferry.v1.LeaseResponse\x12E\n" +
-	"\bComplete\x12\x1b.kvferry.v1.CompleteRequest\x1a\x1c.kvferry.v1.CompleteResponse\x12?\n" +
+	"\bComplete\x12\x1b.kvferry.v1.CompleteRequest\x1a\x1c.kvferry.v1.CompleteResponse\x12H\n" +
+	"\tChecksums\x12\x1c.kvferry.v1.ChecksumsRequest\x1a\x1d.kvferry.v1.ChecksumsResponse\x12?\n" +
 	"\x06Warmup\x12\x19.kvferry.v1.WarmupRequest\x1a\x1a.kvferry.v1.WarmupResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
 
 var (
@@ -1444,7 +1574,7 @@ func file_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_peer_proto_goTypes = []any{
 	(CompleteItem_Outcome)(0),    // 0: kvferry.v1.CompleteItem.Outcome
 	(*Life)(nil),                 // 1: kvferry.v1.Life
@@ -1468,16 +1598,18 @@ var file_peer_proto_goTypes = []any{
 	(*CompleteResponse)(nil),     // 19: kvferry.v1.CompleteResponse
 	(*WarmupRequest)(nil),        // 20: kvferry.v1.WarmupRequest
 	(*WarmupResponse)(nil),       // 21: kvferry.v1.WarmupResponse
-	(*LeaseResponse_Result)(nil), // 22: kvferry.v1.LeaseResponse.Result
-	(*Geometry)(nil),             // 23: kvferry.v1.Geometry
+	(*ChecksumsRequest)(nil),     // 22: kvferry.v1.ChecksumsRequest
+	(*ChecksumsResponse)(nil),    // 23: kvferry.v1.ChecksumsResponse
+	(*LeaseResponse_Result)(nil), // 24: kvferry.v1.LeaseResponse.Result
+	(*Geometry)(nil),             // 25: kvferry.v1.Geometry
 }
 var file_peer_proto_depIdxs = []int32{
 	1,  // 0: kvferry.v1.HelloRequest.from:type_name -> kvferry.v1.Life
-	23, // 1: kvferry.v1.HelloRequest.geometry:type_name -> kvferry.v1.Geometry
+	25, // 1: kvferry.v1.HelloRequest.geometry:type_name -> kvferry.v1.Geometry
 	2,  // 2: kvferry.v1.HelloRequest.arenas:type_name -> kvferry.v1.Arena
 	3,  // 3: kvferry.v1.HelloRequest.transports:type_name -> kvferry.v1.Transport
 	1,  // 4: kvferry.v1.HelloResponse.life:type_name -> kvferry.v1.Life
-	23, // 5: kvferry.v1.HelloResponse.geometry:type_name -> kvferry.v1.Geometry
+	25, // 5: kvferry.v1.HelloResponse.geometry:type_name -> kvferry.v1.Geometry
 	2,  // 6: kvferry.v1.HelloResponse.arenas:type_name -> kvferry.v1.Arena
 	3,  // 7: kvferry.v1.HelloResponse.transports:type_name -> kvferry.v1.Transport
 	1,  // 8: kvferry.v1.PushRequest.from:type_name -> kvferry.v1.Life
@@ -1486,7 +1618,7 @@ var file_peer_proto_depIdxs = []int32{
 	6,  // 11: kvferry.v1.LookupResponse.announcement:type_name -> kvferry.v1.Announcement
 	1,  // 12: kvferry.v1.LeaseRequest.reader:type_name -> kvferry.v1.Life
 	14, // 13: kvferry.v1.LeaseRequest.items:type_name -> kvferry.v1.LeaseItem
-	22, // 14: kvferry.v1.LeaseResponse.results:type_name -> kvferry.v1.LeaseResponse.Result
+	24, // 14: kvferry.v1.LeaseResponse.results:type_name -> kvferry.v1.LeaseResponse.Result
 	0,  // 15: kvferry.v1.CompleteItem.outcome:type_name -> kvferry.v1.CompleteItem.Outcome
 	1,  // 16: kvferry.v1.CompleteRequest.reader:type_name -> kvferry.v1.Life
 	17, // 17: kvferry.v1.CompleteRequest.items:type_name -> kvferry.v1.CompleteItem
@@ -1496,16 +1628,18 @@ var file_peer_proto_depIdxs = []int32{
 	12, // 21: kvferry.v1.Peer.Snapshot:input_type -> kvferry.v1.SnapshotRequest
 	15, // 22: kvferry.v1.Peer.Lease:input_type -> kvferry.v1.LeaseRequest
 	18, // 23: kvferry.v1.Peer.Complete:input_type -> kvferry.v1.CompleteRequest
-	20, // 24: kvferry.v1.Peer.Warmup:input_type -> kvferry.v1.WarmupRequest
-	5,  // 25: kvferry.v1.Peer.Hello:output_type -> kvferry.v1.HelloResponse
-	9,  // 26: kvferry.v1.Peer.Push:output_type -> kvferry.v1.PushResponse
-	11, // 27: kvferry.v1.Peer.Lookup:output_type -> kvferry.v1.LookupResponse
-	13, // 28: kvferry.v1.Peer.Snapshot:output_type -> kvferry.v1.SnapshotItem
-	16, // 29: kvferry.v1.Peer.Lease:output_type -> kvferry.v1.LeaseResponse
-	19, // 30: kvferry.v1.Peer.Complete:output_type -> kvferry.v1.CompleteResponse
-	21, // 31: kvferry.v1.Peer.Warmup:output_type -> kvferry.v1.WarmupResponse
-	25, // [25:32] is the sub-list for method output_type
-	18, // [18:25] is the sub-list for method input_type
+	22, // 24: kvferry.v1.Peer.Checksums:input_type -> kvferry.v1.ChecksumsRequest
+	20, // 25: kvferry.v1.Peer.Warmup:input_type -> kvferry.v1.WarmupRequest
+	5,  // 26: kvferry.v1.Peer.Hello:output_type -> kvferry.v1.HelloResponse
+	9,  // 27: kvferry.v1.Peer.Push:output_type -> kvferry.v1.PushResponse
+	11, // 28: kvferry.v1.Peer.Lookup:output_type -> kvferry.v1.LookupResponse
+	13, // 29: kvferry.v1.Peer.Snapshot:output_type -> kvferry.v1.SnapshotItem
+	16, // 30: kvferry.v1.Peer.Lease:output_type -> kvferry.v1.LeaseResponse
+	19, // 31: kvferry.v1.Peer.Complete:output_type -> kvferry.v1.CompleteResponse
+	23, // 32: kvferry.v1.Peer.Checksums:output_type -> kvferry.v1.ChecksumsResponse
+	21, // 33: kvferry.v1.Peer.Warmup:output_type -> kvferry.v1.WarmupResponse
+	26, // [26:34] is the sub-list for method output_type
+	18, // [18:26] is the sub-list for method input_type
 	18, // [18:18] is the sub-list for extension type_name
 	18, // [18:18] is the sub-list for extension extendee
 	0,  // [0:18] is the sub-list for field type_name
@@ -1527,7 +1661,7 @@ func file_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_peer_proto_rawDesc), len(file_peer_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,13 +19,14 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Peer_Hello_FullMethodName    = "/kvferry.v1.Peer/Hello"
-	Peer_Push_FullMethodName     = "/kvferry.v1.Peer/Push"
-	Peer_Lookup_FullMethodName   = "/kvferry.v1.Peer/Lookup"
-	Peer_Snapshot_FullMethodName = "/kvferry.v1.Peer/Snapshot"
-	Peer_Lease_FullMethodName    = "/kvferry.v1.Peer/Lease"
-	Peer_Complete_FullMethodName = "/kvferry.v1.Peer/Complete"
-	Peer_Warmup_FullMethodName   = "/kvferry.v1.Peer/Warmup"
+	Peer_Hello_FullMethodName     = "/kvferry.v1.Peer/Hello"
+	Peer_Push_FullMethodName      = "/kvferry.v1.Peer/Push"
+	Peer_Lookup_FullMethodName    = "/kvferry.v1.Peer/Lookup"
+	Peer_Snapshot_FullMethodName  = "/kvferry.v1.Peer/Snapshot"
+	Peer_Lease_FullMethodName     = "/kvferry.v1.Peer/Lease"
+	Peer_Complete_FullMethodName  = "/kvferry.v1.Peer/Complete"
+	Peer_Checksums_FullMethodName = "/kvferry.v1.Peer/Checksums"
+	Peer_Warmup_FullMethodName    = "/kvferry.v1.Peer/Warmup"
 )
 
 // PeerClient is the client API for Peer service.
@@ -48,6 +49,9 @@ type PeerClient interface {
 	Lease(ctx context.Context, in *LeaseRequest, opts ...grpc.CallOption) (*LeaseResponse, error)
 	// Complete ends leases.
 	Complete(ctx context.Context, in *CompleteRequest, opts ...grpc.CallOption) (*CompleteResponse, error)
+	// Checksums are those of pages of a live publication, as they were when it
+	// was published.
+	Checksums(ctx context.Context, in *ChecksumsRequest, opts ...grpc.CallOption) (*ChecksumsResponse, error)
 	// Warmup is what another node of the group compares with its own.
 	Warmup(ctx context.Context, in *WarmupRequest, opts ...grpc.CallOption) (*WarmupResponse, error)
 }
@@ -132,6 +136,16 @@ func (c *peerClient) Complete(ctx context.Context, in *CompleteRequest, opts ...
 	return out, nil
 }
 
+func (c *peerClient) Checksums(ctx context.Context, in *ChecksumsRequest, opts ...grpc.CallOption) (*ChecksumsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ChecksumsResponse)
+	err := c.cc.Invoke(ctx, Peer_Checksums_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *peerClient) Warmup(ctx context.Context, in *WarmupRequest, opts ...grpc.CallOption) (*WarmupResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(WarmupResponse)
@@ -162,6 +176,9 @@ type PeerServer interface {
 	Lease(context.Context, *LeaseRequest) (*LeaseResponse, error)
 	// Complete ends leases.
 	Complete(context.Context, *CompleteRequest) (*CompleteResponse, error)
+	// Checksums are those of pages of a live publication, as they were when it
+	// was published.
+	Checksums(context.Context, *ChecksumsRequest) (*ChecksumsResponse, error)
 	// Warmup is what another node of the group compares with its own.
 	Warmup(context.Context, *WarmupRequest) (*WarmupResponse, error)
 	mustEmbedUnimplementedPeerServer()
@@ -191,6 +208,9 @@ func (UnimplementedPeerServer) Lease(context.Context, *LeaseRequest) (*LeaseResp
 }
 func (UnimplementedPeerServer) Complete(context.Context, *CompleteRequest) (*CompleteResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Complete not implemented")
+}
+func (UnimplementedPeerServer) Checksums(context.Context, *ChecksumsRequest) (*ChecksumsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Checksums not implemented")
 }
 func (UnimplementedPeerServer) Warmup(context.Context, *WarmupRequest) (*WarmupResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Warmup not implemented")
@@ -306,6 +326,24 @@ func _Peer_Complete_Handler(srv interface{}, ctx context.Context, dec func(inter
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Peer_Checksums_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ChecksumsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Checksums(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Checksums_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Checksums(ctx, req.(*ChecksumsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Peer_Warmup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(WarmupRequest)
 	if err := dec(in); err != nil {
@@ -346,6 +384,10 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Complete",
 			Handler:    _Peer_Complete_Handler,
+		},
+		{
+			MethodName: "Checksums",
+			Handler:    _Peer_Checksums_Handler,
 		},
 		{
 			MethodName: "Warmup",
