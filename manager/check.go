@@ -43,7 +43,7 @@ func (m *Manager) verify() error {
 			return err
 		}
 	}
-	for _, r := range m.requests {
+	for r := range m.all {
 		if err := m.verifyRequest(r); err != nil {
 			return fmt.Errorf("request %q: %w", r.id, err)
 		}
@@ -54,7 +54,7 @@ func (m *Manager) verify() error {
 		}
 	}
 	for _, t := range m.retrievals {
-		if (t.request == nil) != (t.parts == nil) || t.request != nil && (t.request.reading != t || m.requests[t.request.id] != t.request) {
+		if (t.request == nil) != (t.parts == nil) || t.request != nil && (t.request.reading != t || m.byHandle(t.request.handle()) != t.request) {
 			return fmt.Errorf("%w: retrieval %d and its request do not know each other", errBroken, t.id)
 		}
 		for _, p := range t.parts {
@@ -96,7 +96,7 @@ func (m *Manager) verify() error {
 
 	holds := make([]uint32, len(where))
 	for i, p := range m.publications {
-		if p.id != i || p.request != nil && (p.request.publication != p || m.requests[p.request.id] != p.request) {
+		if p.id != i || p.request != nil && (p.request.publication != p || m.byHandle(p.request.handle()) != p.request) {
 			return fmt.Errorf("%w: publication %d and its request do not know each other", errBroken, i)
 		}
 		for _, x := range p.pages {
@@ -132,7 +132,7 @@ func (m *Manager) verify() error {
 }
 
 func (m *Manager) verifyRequest(r *request) error {
-	if m.requests[r.id] != r || len(r.streams) > m.limits.labels {
+	if m.byHandle(r.handle()) != r || r.key != "" && r.inFlight > 0 || len(r.streams) > m.limits.labels {
 		return fmt.Errorf("%w: tables differ", errBroken)
 	}
 	if r.reading != nil && (r.reading.request != r || m.retrievals[r.reading.id] != r.reading) {
@@ -196,7 +196,7 @@ func (m *Manager) verifyHost() error {
 		return nil
 	}
 	used := 0
-	for _, r := range m.requests {
+	for r := range m.all {
 		for _, s := range r.streams {
 			used += len(s.host)
 			if err := put(s.host); err != nil {
@@ -205,7 +205,7 @@ func (m *Manager) verifyHost() error {
 		}
 	}
 	for i, w := range m.moves {
-		if w.id != i || w.request != nil && (w.request.moving != w || m.requests[w.request.id] != w.request) {
+		if w.id != i || w.request != nil && (w.request.moving != w || m.byHandle(w.request.handle()) != w.request) {
 			return fmt.Errorf("%w: move %d and its request do not know each other", errBroken, i)
 		}
 		used += len(w.hostDrain)
@@ -266,8 +266,8 @@ func (m *Manager) verifySteps() error {
 			}
 		}
 	}
-	for _, r := range m.requests {
-		if r.inFlight != inFlight[r] || r.forking != nil && r.inFlight == 0 {
+	for r := range m.all {
+		if r.inFlight != inFlight[r] || r.forking != nil && r.inFlight == 0 && r.key == "" {
 			return fmt.Errorf("%w: request %q has %d segments in flight, the steps %d", errBroken, r.id, r.inFlight, inFlight[r])
 		}
 		for _, s := range r.streams {

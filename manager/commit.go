@@ -201,8 +201,11 @@ func (m *Manager) retire(a *step) {
 		}
 	}
 	for i := range a.forks {
-		if f := &a.forks[i]; f.live() {
+		f := &a.forks[i]
+		if f.live() {
 			f.request.inFlight--
+		}
+		if f.request.forking == a { // also of one that is kept
 			f.request.forking = nil
 		}
 	}

@@ -24,7 +24,7 @@ type MoveID uint64
 // writes or is given the pages of either side. ID 0: there is nothing to do.
 type HostMove struct {
 	ID      MoveID
-	Request id.Request
+	Request id.Request // as it was asked for; see Moving
 	Streams []HostStream
 	Freed   int // pages that were the request's reserve: they are free already
 }
@@ -62,9 +62,10 @@ type hostPart struct {
 	to     []page.Index // host pages of an offload, device pages of a reload; the move's own
 }
 
-// Offload claims the resident streams of a request for their way to the host:
-// those that hold tokens, in the order in which they were made, as far as there
-// are host pages. The others stay. Reserve pages become free at once.
+// Offload claims the resident streams of a request, or of a kept one by its key,
+// for their way to the host: those that hold tokens, in the order in which they
+// were made, as far as there are host pages. The others stay. Reserve pages become
+// free at once.
 //
 // It refuses a request with a step in flight (ErrStepInFlight), one that is
 // being read into (ErrReading) or moved (ErrOffloading), a manager without host
@@ -122,7 +123,7 @@ func (m *Manager) movable(r id.Request) (*request, error) {
 	if m.host.pages() == 0 {
 		return nil, ErrNoHost
 	}
-	req := m.requests[r]
+	req := m.byHandle(r)
 	switch {
 	case req == nil:
 		return nil, ErrUnknownRequest
@@ -130,12 +131,15 @@ func (m *Manager) movable(r id.Request) (*request, error) {
 		return nil, ErrOffloading
 	case req.reading != nil:
 		return nil, ErrReading
-	case req.inFlight > 0:
+	case req.busy():
 		return nil, ErrStepInFlight
 	default:
 		return req, nil
 	}
 }
+
+// busy says whether a step is in flight, or may still copy from it.
+func (r *request) busy() bool { return r.inFlight > 0 || r.forking != nil }
 
 func (m *Manager) move(req *request, reload bool, parts []hostPart) MoveID {
 	m.lastMove++
@@ -193,7 +197,7 @@ func (m *Manager) Reload(r id.Request) (HostMove, error) {
 		}
 	}
 	if have := m.arena.counts[free]; need > have {
-		return HostMove{}, fmt.Errorf("reload: %w", &AllocationError{Request: r, Label: tight, Short: need - have, Free: have})
+		return HostMove{}, fmt.Errorf("reload: %w", &AllocationError{Request: req.id, Label: tight, Short: need - have, Free: have})
 	}
 	if need == 0 {
 		return out, nil
@@ -291,11 +295,22 @@ func (m *Manager) unhost(req *request, s *stream) {
 	s.host, s.state = nil, Resident
 }
 
+// Moving is the request that a move which runs is about: its key if it is kept,
+// which Remove may have made of it meanwhile. "" if it has ended.
+func (m *Manager) Moving(i MoveID) id.Request {
+	m.mu.Lock()
+	defer m.unlock()
+	if w := m.moves[i]; w != nil && w.request != nil {
+		return w.request.handle()
+	}
+	return ""
+}
+
 // OffloadedRequest reports whether a stream of the request is not resident (M*'s is_offloaded).
 func (m *Manager) OffloadedRequest(r id.Request) bool {
 	m.mu.Lock()
 	defer m.unlock()
-	req := m.requests[r]
+	req := m.byHandle(r)
 	return req != nil && req.away() != nil
 }
 
@@ -314,7 +329,7 @@ func (r *request) away() *stream {
 func (m *Manager) Reclaimable(r id.Request) int {
 	m.mu.Lock()
 	defer m.unlock()
-	if req := m.requests[r]; req != nil {
+	if req := m.byHandle(r); req != nil {
 		return req.resident()
 	}
 	return 0
@@ -330,7 +345,7 @@ func (r *request) resident() (pages int) {
 
 // Victim is a request that could be offloaded now.
 type Victim struct {
-	Request   id.Request
+	Request   id.Request    // its key, if it is kept
 	Pages     int           // on the device
 	Active    uint64        // grows with what happened to requests: the least was active first
 	Published PublicationID // live, and would end; 0: none
@@ -344,11 +359,11 @@ func (m *Manager) Victims() []Victim {
 		return nil
 	}
 	var list []Victim
-	for _, r := range m.requests {
-		if r.moving != nil || r.reading != nil || r.inFlight > 0 {
+	for r := range m.all {
+		if r.moving != nil || r.reading != nil || r.busy() {
 			continue
 		}
-		v := Victim{Request: r.id, Pages: r.resident(), Active: r.active}
+		v := Victim{Request: r.handle(), Pages: r.resident(), Active: r.active}
 		if p := r.publication; p != nil && len(p.pages) > 0 {
 			v.Published = p.id
 		}

@@ -16,6 +16,7 @@ type PageState struct {
 	// retrieval, the step or the move below ends well. "" for none: in limbo, and
 	// in quarantine once the request was removed or reset.
 	Request id.Request
+	Kept    id.Request // the key of Request, if it is kept
 	Label   id.Label
 	// Tokens of that stream that lie there, or will, from First on; 0: reserve.
 	First, Tokens int
@@ -58,7 +59,7 @@ func (m *Manager) Page(p page.Index) (PageState, error) {
 
 // found says that the page is the i-th of a list that the stream has or will have.
 func (s *PageState) found(r *request, l id.Label, i, size, length, released, prefix int) {
-	s.Request, s.Label = r.id, l
+	s.Request, s.Kept, s.Label = r.id, r.key, l
 	s.First = i * size
 	if s.First >= prefix {
 		s.First += released
@@ -67,7 +68,7 @@ func (s *PageState) found(r *request, l id.Label, i, size, length, released, pre
 }
 
 func (m *Manager) lookInStreams(s *PageState) {
-	for _, r := range m.requests {
+	for r := range m.all {
 		for _, t := range r.streams {
 			i := slices.Index(t.pages, s.Page)
 			if i < 0 {

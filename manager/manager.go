@@ -7,6 +7,9 @@
 //	decode:   Ingest → AdmitRetrieve → Landed → (Admit → Plan → Commit)… → Remove
 //	to rest:  Offload → Offloaded … Reload → Reloaded
 //
+// A request that is removed while what it has published as final is on the host
+// is kept for its readers until the publication ends: see [Removed].
+//
 // All local ranks have arenas of one geometry and share one allocator, so a
 // stream has one page list, the same on each of them. Every page is in exactly
 // one place: free, owned (in the list of one stream, or reserved by a retrieval,
@@ -171,6 +174,7 @@ type Counts struct {
 	Free, Owned, Limbo, Quarantine, Sink int
 	Published                            int // named by a live publication, wherever they are
 	Requests, Steps                      int
+	Kept                                 int // requests that were removed, and are kept for their publications
 	Publications, Retrievals             int
 	// Pages of the host tier: free, and holding tokens or on the way to it.
 	HostFree, HostUsed int
@@ -192,6 +196,7 @@ type Manager struct {
 	mu              sync.Mutex // guards all below
 	arena           arena
 	requests        map[id.Request]*request
+	kept            map[id.Request]*request // removed, by key: as many as publications at most
 	steps           map[Token]*step
 	publications    map[PublicationID]*publication
 	retrievals      map[RetrievalID]*retrieval
@@ -225,6 +230,7 @@ func New(o Options) (*Manager, error) {
 		check:        o.Check,
 		arena:        newArena(o.Geometry.Layout.Pages),
 		requests:     make(map[id.Request]*request),
+		kept:         make(map[id.Request]*request),
 		steps:        make(map[Token]*step),
 		publications: make(map[PublicationID]*publication),
 		retrievals:   make(map[RetrievalID]*retrieval),
@@ -306,6 +312,7 @@ func (m *Manager) Counts() Counts {
 		Sink:         m.arena.counts[sink],
 		Published:    m.arena.published,
 		Requests:     len(m.requests),
+		Kept:         len(m.kept),
 		Steps:        len(m.steps),
 		Publications: len(m.publications),
 		Retrievals:   len(m.retrievals),

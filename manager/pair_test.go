@@ -45,6 +45,10 @@ func TestPair(t *testing.T) {
 		"offloaded", "reloaded", "offload abandoned", "reload abandoned", "offloaded what was published", "host is full",
 		"offloaded what was trimmed", "removed while moved", "reset while moved", "late copy of a move", "refused on the host", "reset refused on the host",
 		"published on the host", "published again with pages",
+
+		"kept", "kept while moved", "kept while forked",
+		"offloaded what is kept", "reloaded what is kept", "landed from what is kept",
+		"kept to its end", "kept to its end while moved", "removed what is kept",
 	}
 	rare := func() (event string) {
 		for _, e := range events {
@@ -109,6 +113,7 @@ type announced struct {
 	src   *Source
 	tags  map[id.Label][]uint64
 	limbo func() bool
+	kept  func() bool
 }
 
 type node struct {
@@ -117,7 +122,7 @@ type node struct {
 	life   id.Life
 	memory [pairPages][pairSize]uint64
 	host   [pairHost][pairSize]uint64
-	live   map[id.Request]*life
+	live   map[id.Request]*life // those that are kept by their key
 	steps  []*running
 	staged [2]*running // by lane
 	reads  []*read
@@ -140,6 +145,7 @@ type life struct {
 	final     bool
 	ended     bool
 	wasReset  bool
+	kept      bool // removed, and there for its publication alone
 }
 
 // content is one stream: the tags of all tokens, those that were let go
@@ -155,6 +161,7 @@ type content struct {
 	computed         bool // tokens before the first retrieve
 	offered          int  // tokens that the live publication offers; -1: it does not know the stream
 	offersWithout    int  // tokens that were released then
+	bare             bool // it was announced without pages
 }
 
 // held lists the positions that are held, in the order in which they lie.
@@ -339,9 +346,11 @@ func (n *node) operate() {
 		{2, (*node).reload1},
 		{3, (*node).copyMove1},
 		{3, (*node).endMove1},
+		{2, (*node).rest1},
 		{1, (*node).expire1},
 		{1, (*node).clear1},
 		{1, (*node).unsealed1},
+		{1, (*node).forget1},
 	}
 	total := 0
 	for _, o := range ops {
@@ -357,7 +366,23 @@ func (n *node) operate() {
 }
 
 func (n *node) request() id.Request { return pairRequests[n.number("request", 0, len(pairRequests)-1)] }
-func (n *node) label() id.Label     { return pairLabels[n.number("label", 0, len(pairLabels)-1)] }
+
+// handle is a request, or one that is kept.
+func (n *node) handle() id.Request {
+	var keys []id.Request
+	for r, l := range n.live {
+		if l.kept {
+			keys = append(keys, r)
+		}
+	}
+	if len(keys) == 0 || n.coin("an engine's") {
+		return n.request()
+	}
+	slices.Sort(keys)
+	return keys[n.number("kept", 0, len(keys)-1)]
+}
+
+func (n *node) label() id.Label { return pairLabels[n.number("label", 0, len(pairLabels)-1)] }
 
 func (n *node) number(what string, from, to int) int {
 	return from + below(to-from+1).Draw(n.w.T, what)
@@ -706,7 +731,7 @@ func (n *node) dropped(lane Lane) {
 	run := n.staged[lane]
 	n.staged[lane] = nil
 	for _, c := range run.created {
-		if n.alive(c.life) && len(c.life.streams[c.label].tags) == 0 && !n.touches(c.life, nil, false) {
+		if st := c.life.streams[c.label]; n.alive(c.life) && len(st.tags) == 0 && st.offered < 0 && !n.touches(c.life, nil, false) {
 			delete(c.life.streams, c.label)
 			n.w.seen["label taken back"]++
 		}
@@ -716,7 +741,7 @@ func (n *node) dropped(lane Lane) {
 func (n *node) alive(l *life) bool {
 	for _, o := range n.live {
 		if o == l {
-			return true
+			return !l.kept
 		}
 	}
 	return false
@@ -991,7 +1016,7 @@ func (n *node) commitStep(run *running) {
 	}
 	n.ending = append(n.ending, got.Unseal...)
 	for r, l := range n.live {
-		if lives[l] && !slices.Contains(got.Missing, r) {
+		if lives[l] && !l.kept && !slices.Contains(got.Missing, r) {
 			n.committed(run, l, unseal)
 		}
 	}
@@ -1138,26 +1163,35 @@ func (n *node) publish(r id.Request, l *life, final bool) {
 		}
 		l.published, l.final = p.ID, final
 		n.same("labels", len(p.Streams), len(l.streams))
-		for _, c := range l.streams {
-			c.offered, c.offersWithout = len(c.tags), c.released
-		}
+		l.offer()
 		n.announce(r, l, p)
 	}
 }
 
-func (n *node) republish1() { n.republish(n.request()) }
+// offer notes what the publication offers from now on.
+func (l *life) offer() {
+	for _, c := range l.streams {
+		c.offered, c.offersWithout = len(c.tags), c.released
+	}
+}
+
+// intact says that nothing that is offered was let go.
+func (l *life) intact() bool {
+	for _, c := range l.streams {
+		if c.offered >= 0 && c.offersWithout != c.released {
+			return false
+		}
+	}
+	return true
+}
+
+func (n *node) republish1() { n.republish(n.handle()) }
 
 func (n *node) republish(r id.Request) {
 	l := n.live[r]
 	before := n.Counts().Published
 	p, ok := n.Republish(r)
-	live := l != nil && l.published != 0
-	if live {
-		for _, c := range l.streams {
-			live = live && (c.offered < 0 || c.offersWithout == c.released)
-		}
-	}
-	n.same("live", ok, live)
+	n.same("live", ok, l != nil && l.published != 0 && l.intact())
 	if !ok {
 		return
 	}
@@ -1176,6 +1210,10 @@ func (n *node) republish(r id.Request) {
 // announce compares a publication with the model, and offers it.
 func (n *node) announce(r id.Request, l *life, p Publication) {
 	n.t.Helper()
+	n.same("content epoch", p.ContentEpoch, n.byHandle(r).epoch)
+	for _, c := range l.streams {
+		c.bare = c.offered > 0 && c.state != Resident
+	}
 	if slices.Contains(n.ending, p.ID) {
 		return // the node has begun to end it, and announces it no more
 	}
@@ -1183,7 +1221,8 @@ func (n *node) announce(r id.Request, l *life, p Publication) {
 		owner: n,
 		src:   &Source{Name: id.Publication{Owner: n.life, Sequence: id.Sequence(p.ID)}, Geometry: n.geometry, Publication: p},
 		tags:  map[id.Label][]uint64{},
-		limbo: func() bool { return n.live[r] != l },
+		limbo: func() bool { return n.live[r] != l && !l.kept },
+		kept:  func() bool { return l.kept },
 	}
 	n.ok(n.inspect(a.src, false))
 	n.words[p.ID] = true
@@ -1222,12 +1261,34 @@ func (n *node) remove1() {
 	if n.coin("spare") {
 		return
 	}
-	r, discard := n.request(), n.coin("discard")
-	out := n.remove(r, discard)
+	n.removeOne(n.handle(), n.coin("discard"))
+}
+
+func (n *node) removeOne(r id.Request, discard bool) {
 	l := n.live[r]
+	out := n.remove(r, discard)
 	if l == nil {
 		n.same("removed", out, Removed{})
 		return
+	}
+	away, bare := false, false
+	for _, c := range l.streams {
+		if c.offered > 0 {
+			away, bare = away || c.bare || c.state != Resident, bare || c.bare
+		}
+	}
+	lives := l.published != 0 && l.final && !discard && !l.kept
+	n.same("kept", out.Kept != "", lives && away && l.intact())
+	if out.Kept != "" {
+		n.keep(r, l, out)
+		return
+	}
+	n.same("lives", len(out.Lives) > 0, lives && (!bare || l.intact()))
+	if lives && bare {
+		n.w.seen["removed what is not whole"]++
+	}
+	if l.kept {
+		n.w.seen["removed what is kept"]++
 	}
 	if len(out.Cancel) > 0 {
 		n.w.seen["removed while read into"]++
@@ -1237,6 +1298,68 @@ func (n *node) remove1() {
 	}
 	n.let(l, out)
 	delete(n.live, r)
+}
+
+// keep makes the model what it must be when a removed request is kept.
+func (n *node) keep(r id.Request, l *life, out Removed) {
+	n.same("lives", out.Lives, []PublicationID{l.published})
+	n.same("unseal", len(out.Unseal), 0)
+	n.same("cancel", len(out.Cancel) > 0, l.reading)
+	n.fails(out.Kept.Validate(), id.ErrInvalid)
+	n.w.seen["kept"]++
+	if l.moving != nil {
+		n.w.seen["kept while moved"]++
+	}
+	forked := n.touches(l, nil, true)
+	if forked {
+		n.w.seen["kept while forked"]++
+	}
+	if l.reading {
+		n.w.seen["kept while read into"]++
+	}
+	for _, read := range n.reads {
+		if slices.Contains(out.Cancel, read.ID) {
+			read.givenUp = true
+		}
+	}
+	l.kept = true
+	delete(n.live, r)
+	n.live[out.Kept] = l
+	for label, c := range l.streams { // what is not offered goes, as far as nothing is at it
+		if c.state != Resident {
+			continue
+		}
+		if !forked && !l.reading {
+			upTo := max(0, c.offered)
+			if c.tags = c.tags[:upTo]; c.offered < 0 {
+				c.released, c.prefix = 0, 0
+			}
+			c.landed = min(c.landed, upTo)
+		}
+		if c.offered < 0 && len(n.byHandle(out.Kept).streamOr(label).pages) == 0 {
+			n.same("tokens of what is let go", len(c.tags), 0)
+			delete(l.streams, label)
+		}
+	}
+}
+
+// streamOr is a stream, or an empty one.
+func (r *request) streamOr(l id.Label) *stream {
+	if s := r.stream(l); s != nil {
+		return s
+	}
+	return &stream{}
+}
+
+// key is what a life is called by.
+func (n *node) key(l *life) id.Request {
+	for r, o := range n.live {
+		if o == l {
+			return r
+		}
+	}
+	n.t.Fatalf("a life that nobody knows")
+	return ""
 }
 
 func (n *node) reset1() {
@@ -1556,6 +1679,9 @@ func (n *node) over(r *read) {
 		if r.from.limbo() {
 			n.w.seen["landed from limbo"]++
 		}
+		if r.from.kept() {
+			n.w.seen["landed from what is kept"]++
+		}
 		for _, m := range r.Moves {
 			c := r.life.streams[m.Label]
 			if c == nil {
@@ -1598,6 +1724,9 @@ func (n *node) expire1() {
 		return
 	}
 	p := PublicationID(n.number("publication", 1, int(n.lastPublication)))
+	if l := n.live[n.handle()]; l != nil && l.kept {
+		p = l.published
+	}
 	if n.words[p] && !slices.Contains(n.ending, p) {
 		n.w.seen["ended by the node"]++
 		n.ending = append(n.ending, p)
@@ -1618,19 +1747,91 @@ func (n *node) unsealed1() {
 	if n.words[p] {
 		return
 	}
+	n.unsealed(p)
+}
+
+func (n *node) unsealed(p PublicationID) {
 	n.ending = slices.DeleteFunc(n.ending, func(o PublicationID) bool { return o == p })
 	n.Unsealed(p)
 	n.Unsealed(p)
-	for _, l := range n.live {
-		if l.published == p {
-			l.unpublish()
-			l.ended = true
+	for r, l := range n.live {
+		if l.published != p {
+			continue
+		}
+		l.unpublish()
+		l.ended = true
+		if l.kept {
+			n.w.seen["kept to its end"]++
+			if l.moving != nil {
+				n.w.seen["kept to its end while moved"]++
+				l.moving.lost = true
+			}
+			delete(n.live, r)
 		}
 	}
 }
 
-func (n *node) offload1() {
+// forget1 is the end of what is kept, at once.
+func (n *node) forget1() {
+	l := n.live[n.handle()]
+	if l == nil || !l.kept || l.published == 0 {
+		return
+	}
+	n.words[l.published] = false
+	n.unsealed(l.published)
+}
+
+// outlives says that a step may still copy from one that is kept.
+func (n *node) outlives(l *life) bool { return l.kept && !n.touches(l, nil, true) }
+
+// rest1 is a request that is published as final, goes to the host in whole or in
+// part, and is removed with whatever is at it then.
+func (n *node) rest1() {
 	r := n.request()
+	l := n.live[r]
+	if l == nil || l.ended {
+		return
+	}
+	if !l.final {
+		n.publish(r, l, true)
+	}
+	if l.moving == nil {
+		n.offload(r)
+	}
+	if w := l.moving; w != nil && n.coin("moved") {
+		n.copyHost(w, true)
+		if w.reload {
+			n.abandon1(w)
+		} else {
+			n.offloaded1(w)
+		}
+		if l.published == 0 && !l.ended {
+			n.publish(r, l, true)
+		}
+	}
+	switch n.number("then", 0, 4) {
+	case 0:
+		for _, a := range slices.Backward(n.w.board[max(0, len(n.w.board)-40):]) {
+			if a.owner != n && a.owner.words[a.src.Publication.ID] && a.src.Publication.Request == r {
+				n.retrieveFrom(r, a, 0)
+				break
+			}
+		}
+	case 1:
+		label := pairLabels[n.number("label", 0, 1)]
+		n.enter(Step{Segments: []Segment{{r, label, 1}}, PreForks: []Fork{{label, "x"}}, Lane: 1, Walk: "w"})
+	case 2:
+		n.reload(r)
+	case 3:
+		return
+	}
+	n.removeOne(r, false)
+}
+
+func (n *node) offload1() { n.offload(n.handle()) }
+func (n *node) reload1()  { n.reload(n.handle()) }
+
+func (n *node) offload(r id.Request) {
 	l := n.live[r]
 	var refusal error
 	switch {
@@ -1640,7 +1841,7 @@ func (n *node) offload1() {
 		refusal = ErrOffloading
 	case l.reading:
 		refusal = ErrReading
-	case n.touches(l, nil, false):
+	case !n.outlives(l) && n.touches(l, nil, false):
 		refusal = ErrStepInFlight
 	}
 	victim := slices.ContainsFunc(n.Victims(), func(v Victim) bool { return v.Request == r })
@@ -1673,8 +1874,7 @@ func (n *node) offload1() {
 	n.move(l, w, false)
 }
 
-func (n *node) reload1() {
-	r := n.request()
+func (n *node) reload(r id.Request) {
 	l := n.live[r]
 	w, err := n.Reload(r)
 	switch {
@@ -1684,7 +1884,7 @@ func (n *node) reload1() {
 		n.fails(err, ErrOffloading)
 	case l.reading:
 		n.fails(err, ErrReading)
-	case n.touches(l, nil, false):
+	case !n.outlives(l) && n.touches(l, nil, false):
 		n.fails(err, ErrStepInFlight)
 	case errors.Is(err, ErrNoPages):
 		n.w.seen["no pages"]++
@@ -1726,6 +1926,7 @@ func (n *node) move(l *life, w HostMove, reload bool) {
 	}
 	l.moving = run
 	n.moves = append(n.moves, run)
+	n.same("moving", n.Moving(w.ID), n.key(l))
 }
 
 func (n *node) copyHost(w *moving, all bool) {
@@ -1777,7 +1978,10 @@ func (n *node) endMove1() {
 			n.ok(err)
 			n.w.seen["reloaded"]++
 			n.settle(w, Resident)
-			n.republish(w.Request)
+			if w.life.kept {
+				n.w.seen["reloaded what is kept"]++
+			}
+			n.republish(n.key(w.life))
 		}
 	}
 }
@@ -1800,9 +2004,12 @@ func (n *node) offloaded1(w *moving) {
 	for _, c := range w.copies {
 		named = named || l.published != 0 && n.names[l.published][c.device] && !w.lost
 	}
+	moving := n.Moving(w.ID)
 	out, err := n.Offloaded(w.ID)
 	n.ok(err)
+	n.same("moving", n.Moving(w.ID), id.Request(""))
 	if w.lost {
+		n.same("moving", moving, id.Request(""))
 		n.same("offloaded", out, Offloaded{})
 		n.settle(w, OnHost)
 		return
@@ -1819,6 +2026,24 @@ func (n *node) offloaded1(w *moving) {
 		l.unpublish()
 	}
 	n.settle(w, OnHost)
+	if !l.kept {
+		return
+	}
+	n.w.seen["offloaded what is kept"]++
+	if l.published == 0 { // nobody else will
+		r := n.key(l)
+		n.same("moving", moving, r)
+		if n.number("give it up", 0, 3) == 0 {
+			n.removeOne(r, false)
+			return
+		}
+		p, err := n.Publish(r, false)
+		n.ok(err)
+		n.same("final", p.Final, true)
+		l.published, l.final = p.ID, true
+		l.offer()
+		n.announce(r, l, p)
+	}
 }
 
 // settle ends a move in the model.
@@ -1841,9 +2066,10 @@ func (n *node) settle(w *moving, state State) {
 func (w *world) check() {
 	w.Helper()
 	for _, n := range w.nodes {
-		n.same("requests", len(n.requests), len(n.live))
+		n.same("requests", len(n.requests)+len(n.kept), len(n.live))
 		for r, l := range n.live {
-			n.same("labels", len(n.requests[r].streams), len(l.streams))
+			n.same("kept", n.kept[r] != nil, l.kept)
+			n.same("labels", len(n.byHandle(r).streams), len(l.streams))
 			for label, c := range l.streams {
 				n.compare(r, label, c)
 			}
@@ -1890,7 +2116,7 @@ func (n *node) compare(r id.Request, label id.Label, c *content) {
 		Pages: got.Pages, HostPages: got.HostPages, Generation: got.Generation,
 	}
 	n.same("stream", got, want)
-	s := n.requests[r].stream(label)
+	s := n.byHandle(r).stream(label)
 	for i, t := range c.held() {
 		var tag uint64
 		if c.state == OnHost || c.state == Reloading {

@@ -68,6 +68,8 @@ type publication struct {
 //
 // The caller has made sure that the tokens' bytes are visible to readers.
 //
+// A kept request (see [Removed]) is published by its key, always as final.
+//
 // It refuses a request with nothing stored (ErrInvalid), one that was published
 // with final (ErrFinal) or whose publication was ended (ErrEnded) since the last
 // Reset, and one in which a step that was overtaken may still write what would
@@ -75,7 +77,7 @@ type publication struct {
 func (m *Manager) Publish(r id.Request, final bool) (Publication, error) {
 	m.mu.Lock()
 	defer m.unlock()
-	req := m.requests[r]
+	req := m.byHandle(r)
 	switch {
 	case req == nil:
 		return Publication{}, fmt.Errorf("publish %q: %w", r, ErrUnknownRequest)
@@ -101,7 +103,7 @@ func (m *Manager) Publish(r id.Request, final bool) (Publication, error) {
 		m.publications[p.id] = p
 		req.publication = p
 	}
-	p.final = final
+	p.final = final || req.key != ""
 	for _, s := range req.streams {
 		s.listed, s.offered, s.offersAt = true, s.stored, s.start()
 	}
@@ -111,20 +113,15 @@ func (m *Manager) Publish(r id.Request, final bool) (Publication, error) {
 
 // Republish returns the request's live publication with where its tokens are
 // now: pages that were reloaded are named again, what has left the device is no
-// more. Lengths are those of the last Publish, and streams made since are not in
+// more. A kept request is called by its key. Lengths are those of the last Publish, and streams made since are not in
 // it. ok is false if none is live, or if retention has since let go of tokens
 // that it offers: what is left would not be what was published.
 func (m *Manager) Republish(r id.Request) (_ Publication, ok bool) {
 	m.mu.Lock()
 	defer m.unlock()
-	req := m.requests[r]
-	if req == nil || req.publication == nil {
+	req := m.byHandle(r)
+	if req == nil || req.publication == nil || !req.intact() {
 		return Publication{}, false
-	}
-	for _, s := range req.streams {
-		if s.listed && s.start() != s.offersAt {
-			return Publication{}, false
-		}
 	}
 	return m.offer(req, req.publication), true
 }
@@ -147,7 +144,7 @@ func (m *Manager) offer(req *request, p *publication) Publication {
 		if s.released > 0 {
 			t.Prefix = s.prefix
 		}
-		if s.state == Resident {
+		if s.bare = s.state != Resident && s.offered > 0; s.state == Resident {
 			pages := s.pages[:page.Count(s.offered-s.released, m.size)]
 			for _, x := range pages[s.named:] {
 				m.fault(m.arena.hold(x))
@@ -168,7 +165,8 @@ func (m *Manager) offer(req *request, p *publication) Publication {
 //
 // A node that ends a publication by itself (its hold ran out, every reader has
 // acknowledged, it was revoked) changes the word and calls Unsealed; while the
-// request lives its pages stay its own, and Publish answers ErrEnded.
+// request lives its pages stay its own, and Publish answers ErrEnded. A kept
+// request ends with its publication.
 func (m *Manager) Unsealed(ids ...PublicationID) {
 	m.mu.Lock()
 	defer m.unlock()
@@ -181,6 +179,9 @@ func (m *Manager) Unsealed(ids ...PublicationID) {
 		if req := p.request; req != nil {
 			req.disown()
 			req.ended = true
+			if req.key != "" {
+				m.clear(req)
+			}
 		}
 		for _, x := range p.pages {
 			m.fault(m.arena.unhold(x))

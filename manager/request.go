@@ -1,17 +1,19 @@
 package manager
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/page"
 )
 
-// request is one life of a request id: from Ingest to Remove.
+// request is one life of a request id: from Ingest to Remove, or, if it is kept,
+// to the end of its publication.
 type request struct {
 	id        id.Request
+	key       id.Request // of Manager.kept, once it was removed and is kept; "" before
 	needs     Needs
 	retention map[id.Label]Retention
 	streams   []*stream // in the order they were made; few
@@ -23,7 +25,7 @@ type request struct {
 	epoch       uint32
 	active      uint64       // tick of the last call that used it
 	inFlight    int          // segments and forks of steps in flight, of this epoch
-	forking     *step        // the step in flight that forks; it is the only one then
+	forking     *step        // the step that forks and has not ended; while the request lives it is the only one
 	reading     *retrieval   // running or draining; nil: none
 	moving      *hostMove    // to or from the host; nil: none
 	publication *publication // live, and of this epoch; nil: none
@@ -49,6 +51,7 @@ type stream struct {
 	listed    bool   // it offers the stream
 	offered   int    // tokens that it offers
 	offersAt  int    // start at that time
+	bare      bool   // it offered them without pages, when it was announced last
 	retention Retention
 	state     State
 	host      []page.Index // while OnHost or Reloading
@@ -98,7 +101,40 @@ func (r *request) disown() {
 	r.publication.request = nil
 	r.publication = nil
 	for _, s := range r.streams {
-		s.named, s.listed, s.offered, s.offersAt = 0, false, 0, 0
+		s.named, s.listed, s.offered, s.offersAt, s.bare = 0, false, 0, 0, false
+	}
+}
+
+// intact reports whether all that the publication offers is in the streams:
+// retention has let go of none of it.
+func (r *request) intact() bool {
+	for _, s := range r.streams {
+		if s.listed && s.start() != s.offersAt {
+			return false
+		}
+	}
+	return true
+}
+
+// handle is what a request is called by in moves: its id, or the key of a kept one.
+func (r *request) handle() id.Request { return cmp.Or(r.key, r.id) }
+
+// byHandle returns a live request, or a kept one; nil if there is none.
+func (m *Manager) byHandle(r id.Request) *request {
+	if req := m.requests[r]; req != nil {
+		return req
+	}
+	return m.kept[r]
+}
+
+// all visits the live requests and the kept ones, in no order.
+func (m *Manager) all(yield func(*request) bool) {
+	for _, list := range []map[id.Request]*request{m.requests, m.kept} {
+		for _, r := range list {
+			if !yield(r) {
+				return
+			}
+		}
 	}
 }
 
@@ -140,6 +176,7 @@ func (m *Manager) SetPosition(r id.Request, l id.Label, position int) error {
 // RequestState is one request for people to look at.
 type RequestState struct {
 	Request      id.Request
+	Kept         id.Request    // the key of a kept one (see Removed); "" of a live one
 	Streams      []StreamState // in the order they were made
 	ContentEpoch uint32
 	InFlight     bool          // a step is
@@ -162,26 +199,23 @@ type StreamState struct {
 	Generation uint64 // mutation epoch
 }
 
-// Request returns one live request.
+// Request returns one live request, or a kept one by its key.
 func (m *Manager) Request(r id.Request) (RequestState, error) {
 	m.mu.Lock()
 	defer m.unlock()
-	req := m.requests[r]
+	req := m.byHandle(r)
 	if req == nil {
 		return RequestState{}, fmt.Errorf("request %q: %w", r, ErrUnknownRequest)
 	}
 	return req.state(), nil
 }
 
-// Requests lists the live requests, sorted, at most limit (0: all).
+// Requests lists the live requests and the kept ones, sorted, at most limit (0: all).
 func (m *Manager) Requests(limit int) []RequestState {
 	m.mu.Lock()
 	defer m.unlock()
-	all := make([]*request, 0, len(m.requests))
-	for _, r := range m.requests {
-		all = append(all, r)
-	}
-	slices.SortFunc(all, func(a, b *request) int { return strings.Compare(string(a.id), string(b.id)) })
+	all := slices.AppendSeq(make([]*request, 0, len(m.requests)+len(m.kept)), m.all)
+	slices.SortFunc(all, func(a, b *request) int { return cmp.Or(cmp.Compare(a.id, b.id), cmp.Compare(a.key, b.key)) })
 	if limit > 0 && limit < len(all) {
 		all = all[:limit]
 	}
@@ -194,7 +228,7 @@ func (m *Manager) Requests(limit int) []RequestState {
 
 func (r *request) state() RequestState {
 	s := RequestState{
-		Request: r.id, ContentEpoch: r.epoch, InFlight: r.inFlight > 0, Reading: r.reading != nil, Moving: r.moving != nil,
+		Request: r.id, Kept: r.key, ContentEpoch: r.epoch, InFlight: r.inFlight > 0, Reading: r.reading != nil, Moving: r.moving != nil,
 	}
 	if p := r.publication; p != nil {
 		s.Published, s.Final = p.id, p.final

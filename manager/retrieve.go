@@ -25,6 +25,7 @@ type Move struct {
 	Local       []page.Index // our pages
 	Ranks       []id.Rank    // local ones, for which it is to be made
 	Owner       int          // whose pages: of the source 0 itself, i its Rest[i-1]
+	Same        bool         // what lies in front of From is of this source, too
 }
 
 // Retrieval is work to be done: read every Move on every local rank, then call
@@ -166,7 +167,7 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 	}
 	out.Unseal = m.startOver(req, parts)
 	if out.Start = m.begin(req, from, parts, remote); out.Start != nil {
-		out.Readiness = Reading
+		out.Start.Source, out.Readiness = src.Name, Reading
 	}
 	return out, nil
 }
@@ -307,8 +308,8 @@ func (m *Manager) startOver(req *request, parts []part) (unseal []PublicationID)
 	return unseal
 }
 
-// begin reserves pages, which have been counted, and puts the retrieval
-// together; nil if there is nothing to move.
+// begin reserves pages, which have been counted, and puts the retrieval together,
+// but for the name of its source; nil if there is nothing to move.
 func (m *Manager) begin(req *request, from origin, parts []part, remote []*offered) *Retrieval {
 	var moves []Move
 	var kept []part
@@ -325,6 +326,7 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*offer
 		p.reserved, _ = m.arena.take(nil, n)
 		local = append(local, p.reserved...)
 		t := remote[i]
+		same := p.from == 0 || p.stream.origin == from
 		move := func(from, to int, local []page.Index) {
 			for _, o := range t.parts {
 				skip := 0 // tokens that its list is without in front of these
@@ -333,7 +335,7 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*offer
 				}
 				start := from / m.size * m.size
 				moves = append(moves, Move{
-					Label: p.label, From: from, To: to, Ranks: o.ranks, Owner: o.owner,
+					Label: p.label, From: from, To: to, Ranks: o.ranks, Owner: o.owner, Same: same,
 					RemoteStart: start, Remote: slices.Clone(o.stream.Pages[(start-skip)/m.size : page.Count(to-skip, m.size)]),
 					LocalStart: start, Local: local,
 				})
@@ -360,7 +362,7 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*offer
 	t := &retrieval{id: m.lastRetrieval, request: req, origin: from, parts: kept}
 	m.retrievals[t.id] = t
 	req.reading = t
-	return &Retrieval{ID: t.id, Request: req.id, Source: from.name, Moves: moves}
+	return &Retrieval{ID: t.id, Request: req.id, Moves: moves}
 }
 
 // Landed makes the tokens of a retrieval part of the streams: everything has

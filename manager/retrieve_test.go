@@ -102,8 +102,8 @@ func TestRanks(t *testing.T) {
 		b.ingest("r")
 		got := b.retrieve("r", source([]id.Rank{1}, []id.Rank{2}), 0, Reading)
 		b.same("moves", got.Moves, []Move{
-			{"main", 0, 20, 0, []page.Index{11, 12, 13}, 0, []page.Index{1, 2, 3}, []id.Rank{1}, 0},
-			{"main", 0, 20, 0, []page.Index{21, 22, 23}, 0, []page.Index{1, 2, 3}, []id.Rank{2}, 0},
+			{"main", 0, 20, 0, []page.Index{11, 12, 13}, 0, []page.Index{1, 2, 3}, []id.Rank{1}, 0, true},
+			{"main", 0, 20, 0, []page.Index{21, 22, 23}, 0, []page.Index{1, 2, 3}, []id.Rank{2}, 0, true},
 		})
 	})
 }
@@ -134,15 +134,15 @@ func TestGroup(t *testing.T) {
 		behind.Publication.Final = false
 		got := b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), behind), 0, Reading)
 		b.same("moves", got.Moves, []Move{
-			{"main", 0, 12, 0, []page.Index{11, 12}, 0, []page.Index{1, 2}, []id.Rank{0}, 0},
-			{"main", 0, 12, 0, []page.Index{51, 52}, 0, []page.Index{1, 2}, []id.Rank{1}, 1},
+			{"main", 0, 12, 0, []page.Index{11, 12}, 0, []page.Index{1, 2}, []id.Rank{0}, 0, true},
+			{"main", 0, 12, 0, []page.Index{51, 52}, 0, []page.Index{1, 2}, []id.Rank{1}, 1, true},
 		})
 		b.ok(b.Landed(got.ID))
 		b.stored("r", "main", 12)
 		got = b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 20, 0, 0, 51)), 0, Reading)
 		b.same("moves", got.Moves, []Move{
-			{"main", 12, 20, 8, []page.Index{12, 13}, 8, []page.Index{2, 3}, []id.Rank{0}, 0},
-			{"main", 12, 20, 8, []page.Index{52, 53}, 8, []page.Index{2, 3}, []id.Rank{1}, 1},
+			{"main", 12, 20, 8, []page.Index{12, 13}, 8, []page.Index{2, 3}, []id.Rank{0}, 0, true},
+			{"main", 12, 20, 8, []page.Index{52, 53}, 8, []page.Index{2, 3}, []id.Rank{1}, 1, true},
 		})
 		b.ok(b.Landed(got.ID))
 		b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 20, 0, 0, 51)), 0, Ready)
@@ -162,11 +162,42 @@ func TestGroup(t *testing.T) {
 		b.ingest("r")
 		got := b.retrieve("r", group(one("a", 0, 40, 16, 8, 11), one("b", 1, 40, 24, 8, 51)), 0, Reading)
 		b.same("moves", got.Moves, []Move{
-			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}, []id.Rank{0}, 0},
-			{"main", 0, 8, 0, []page.Index{51}, 0, []page.Index{1}, []id.Rank{1}, 1},
-			{"main", 24, 40, 24, []page.Index{13, 14}, 24, []page.Index{2, 3}, []id.Rank{0}, 0},
-			{"main", 24, 40, 24, []page.Index{52, 53}, 24, []page.Index{2, 3}, []id.Rank{1}, 1},
+			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}, []id.Rank{0}, 0, true},
+			{"main", 0, 8, 0, []page.Index{51}, 0, []page.Index{1}, []id.Rank{1}, 1, true},
+			{"main", 24, 40, 24, []page.Index{13, 14}, 24, []page.Index{2, 3}, []id.Rank{0}, 0, true},
+			{"main", 24, 40, 24, []page.Index{52, 53}, 24, []page.Index{2, 3}, []id.Rank{1}, 1, true},
 		})
+	})
+	t.Run("whichever is named first", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		open := func(node id.Node, r id.Rank, tokens int, first page.Index) Source {
+			s := one(node, r, tokens, 0, 0, first)
+			s.Publication.Final = false
+			return s
+		}
+		got := b.retrieve("r", group(open("a", 0, 12, 11), open("b", 1, 12, 51)), 0, Reading)
+		b.same("source", got.Source.Owner.Node, id.Node("a"))
+		b.ok(b.Landed(got.ID))
+		got = b.retrieve("r", group(one("b", 1, 20, 0, 0, 51), one("a", 0, 20, 0, 0, 11)), 0, Reading)
+		b.same("source", got.Source.Owner.Node, id.Node("b"))
+		b.same("moves", got.Moves, []Move{
+			{"main", 12, 20, 8, []page.Index{52, 53}, 8, []page.Index{2, 3}, []id.Rank{1}, 0, true},
+			{"main", 12, 20, 8, []page.Index{12, 13}, 8, []page.Index{2, 3}, []id.Rank{0}, 1, true},
+		})
+		b.ok(b.Landed(got.ID))
+		b.retrieve("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 20, 0, 0, 51)), 0, Ready)
+	})
+	t.Run("one is not as far as another one has kept", func(t *testing.T) {
+		b := newBed(t, 16, 8, two)
+		b.ingest("r")
+		for _, tokens := range []int{23, 24} {
+			b.retrieve("r", group(one("a", 0, 40, 24, 8, 11), one("b", 1, tokens, 0, 0, 51)), 0, Waiting)
+		}
+		b.free(15)
+		got := b.retrieve("r", group(one("a", 0, 40, 24, 8, 11), one("b", 1, 25, 0, 0, 51)), 0, Reading)
+		b.ok(b.Landed(got.ID))
+		b.stored("r", "main", 25)
 	})
 	t.Run("one is missing, or on the host", func(t *testing.T) {
 		b := newBed(t, 16, 8, two)
@@ -258,18 +289,18 @@ func TestReadiness(t *testing.T) {
 		b := newBed(t, 16, 8)
 		b.ingest("r")
 		got := b.retrieve("r", src(0, 16, 30), 0, Reading)
-		b.same("moves", got.Moves, []Move{{"main", 16, 30, 16, []page.Index{11, 12}, 16, []page.Index{1, 2}, []id.Rank{0}, 0}})
+		b.same("moves", got.Moves, []Move{{"main", 16, 30, 16, []page.Index{11, 12}, 16, []page.Index{1, 2}, []id.Rank{0}, 0, true}})
 		landed(b, got, StreamState{Tokens: 30, Released: 16, Pages: 2})
 		b.retrieve("r", src(0, 16, 30), 0, Ready)
 		// What follows is found behind it: 32 is still in the source.
 		got = b.retrieve("r", src(0, 24, 40), 0, Reading)
-		b.same("moves", got.Moves, []Move{{"main", 30, 40, 24, []page.Index{11, 12}, 24, []page.Index{2, 3}, []id.Rank{0}, 0}})
+		b.same("moves", got.Moves, []Move{{"main", 30, 40, 24, []page.Index{11, 12}, 24, []page.Index{2, 3}, []id.Rank{0}, 0, true}})
 		landed(b, got, StreamState{Tokens: 40, Released: 16, Pages: 3})
 		// Between 40 and 48 there is a gap: the stream starts over, prefix first.
 		got = b.retrieve("r", src(8, 48, 60), 0, Reading)
 		b.same("moves", got.Moves, []Move{
-			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}, []id.Rank{0}, 0},
-			{"main", 48, 60, 48, []page.Index{12, 13}, 48, []page.Index{2, 3}, []id.Rank{0}, 0},
+			{"main", 0, 8, 0, []page.Index{11}, 0, []page.Index{1}, []id.Rank{0}, 0, true},
+			{"main", 48, 60, 48, []page.Index{12, 13}, 48, []page.Index{2, 3}, []id.Rank{0}, 0, true},
 		})
 		landed(b, got, StreamState{Tokens: 60, Released: 40, Prefix: 8, Pages: 3})
 		p := b.grow("r", "main", 5)

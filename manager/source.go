@@ -32,10 +32,20 @@ func (s *Source) Final() bool {
 	return s.Publication.Final
 }
 
+// origin is the same whichever of the publications has the others as its Rest.
 func (s *Source) origin() origin {
 	o := origin{name: s.Name, epoch: s.Publication.ContentEpoch}
+	if len(s.Rest) == 0 {
+		return o
+	}
+	names := []id.Publication{s.Name}
 	for i := range s.Rest {
-		o.rest += s.Rest[i].Name.String() + " "
+		names = append(names, s.Rest[i].Name)
+	}
+	slices.SortFunc(names, func(a, b id.Publication) int { return strings.Compare(a.String(), b.String()) })
+	o.name = names[0]
+	for _, name := range names[1:] {
+		o.rest += name.String() + " "
 	}
 	return o
 }
@@ -216,7 +226,7 @@ func (m *Manager) find(s *Source, l id.Label) (*offered, error) {
 			out.parts = append(out.parts, offer{owner: owner, stream: t, ranks: m.ranksOf(mask)})
 		}
 	}
-	if missing != 0 || len(out.parts) == 0 || out.tokens < out.start {
+	if missing != 0 || len(out.parts) == 0 || out.start > 0 && out.tokens <= out.start {
 		return nil, nil //nolint:nilnil // not offered yet
 	}
 	return &out, nil

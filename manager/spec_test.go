@@ -656,7 +656,7 @@ func spec075(t *testing.T) {
 	b.ok(b.Landed(b.retrieve("r", peer(false, remote("main", 20, 11)), 0, Reading).ID))
 	b.retrieve("r", peer(false, remote("main", 20, 11)), 0, Waiting)
 	got := b.retrieve("r", peer(true, remote("main", 24, 11)), 0, Reading)
-	b.same("moves", got.Moves, []Move{{"main", 20, 24, 16, []page.Index{13}, 16, []page.Index{3}, []id.Rank{0}, 0}})
+	b.same("moves", got.Moves, []Move{{"main", 20, 24, 16, []page.Index{13}, 16, []page.Index{3}, []id.Rank{0}, 0, true}})
 	b.ok(b.Landed(got.ID))
 	b.retrieve("r", peer(true, remote("main", 24, 11)), 0, Ready)
 }
@@ -833,7 +833,7 @@ func spec085(t *testing.T) {
 	src.Publication.ContentEpoch = 1
 	got := b.retrieve("r", src, 0, Reading)
 	b.stored("r", "main", 0)
-	b.same("moves", got.Moves, []Move{{"main", 0, 20, 0, []page.Index{31, 32, 33}, 0, []page.Index{1, 2, 3}, []id.Rank{0}, 0}})
+	b.same("moves", got.Moves, []Move{{"main", 0, 20, 0, []page.Index{31, 32, 33}, 0, []page.Index{1, 2, 3}, []id.Rank{0}, 0, true}})
 	b.ok(b.Landed(got.ID))
 	b.retrieve("r", src, 0, Ready)
 
@@ -849,8 +849,8 @@ func spec086(t *testing.T) {
 	b.ok(b.Ingest("r", RequestConfig{Needs: Needs{Labels: []id.Label{"main", "cfg"}}}))
 	got := b.retrieve("r", peer(true, remote("cfg", 9, 21), remote("main", 20, 11)), 0, Reading)
 	b.same("moves", got.Moves, []Move{
-		{"main", 0, 20, 0, []page.Index{11, 12, 13}, 0, []page.Index{1, 2, 3}, []id.Rank{0}, 0},
-		{"cfg", 0, 9, 0, []page.Index{21, 22}, 0, []page.Index{4, 5}, []id.Rank{0}, 0},
+		{"main", 0, 20, 0, []page.Index{11, 12, 13}, 0, []page.Index{1, 2, 3}, []id.Rank{0}, 0, true},
+		{"cfg", 0, 9, 0, []page.Index{21, 22}, 0, []page.Index{4, 5}, []id.Rank{0}, 0, true},
 	})
 	b.ok(b.Landed(got.ID))
 	b.stored("r", "cfg", 9)
@@ -875,7 +875,8 @@ func spec087(t *testing.T) {
 		b.same("move", got, Move{
 			"main", c.from, c.to,
 			c.first * 8, upFrom(page.Index(11+c.first), n),
-			c.first * 8, upFrom(page.Index(1+c.first), n), []id.Rank{0}, 0,
+			c.first * 8, upFrom(page.Index(1+c.first), n),
+			[]id.Rank{0}, 0, c.from == 0,
 		})
 	}
 }
@@ -985,7 +986,7 @@ func spec100(t *testing.T) {
 		src := peer(true, remote("main", 8, 31))
 		change(&src.Name)
 		got := b.retrieve("r", src, 0, Reading)
-		b.same(name, got.Moves, []Move{{"main", 0, 8, 0, []page.Index{31}, 0, []page.Index{1}, []id.Rank{0}, 0}})
+		b.same(name, got.Moves, []Move{{"main", 0, 8, 0, []page.Index{31}, 0, []page.Index{1}, []id.Rank{0}, 0, true}})
 		b.ok(b.Failed(got.ID))
 		b.stored("r", "main", 0)
 		b.pages("r", "main", 1, 2, 3)

@@ -144,9 +144,9 @@ type reach struct {
 }
 
 // live reports whether the stream is still the one that the step was admitted to.
-func (g *segment) live() bool { return g.epoch == g.request.epoch }
+func (g *segment) live() bool { return g.epoch == g.request.epoch && g.request.key == "" }
 
-func (f *fork) live() bool { return f.epoch == f.request.epoch }
+func (f *fork) live() bool { return f.epoch == f.request.epoch && f.request.key == "" }
 
 // writes reports whether it writes slots of the stream's own pages.
 func (g *segment) writes() bool { return g.span > 0 && g.list == 0 }
