@@ -90,12 +90,16 @@ type Arena struct {
 	// nothing unless an engine asks for it (never).
 	Evict string `yaml:"evict"`
 
-	PageSize int    `yaml:"page_size"` // tokens
-	Layers   int    `yaml:"layers"`
-	Heads    int    `yaml:"heads"` // KV heads on one rank
-	HeadDim  int    `yaml:"head_dim"`
-	DType    string `yaml:"dtype"`  // bf16, fp16, fp32, fp8e4m3, or fp8e5m2
-	Layout   string `yaml:"layout"` // NHD or HND
+	PageSize int `yaml:"page_size"` // tokens
+	Layers   int `yaml:"layers"`
+	Heads    int `yaml:"heads"` // KV heads on one rank; default: what kv_heads and world_size say
+	// KVHeads and QOHeads are those of the model, for all ranks together; 0: heads
+	// says it all. QOHeads must divide, too; default: KVHeads.
+	KVHeads int    `yaml:"kv_heads"`
+	QOHeads int    `yaml:"qo_heads"`
+	HeadDim int    `yaml:"head_dim"`
+	DType   string `yaml:"dtype"`  // bf16, fp16, fp32, fp8e4m3, or fp8e5m2
+	Layout  string `yaml:"layout"` // NHD or HND
 }
 
 // Transfer is how KV is pulled.
@@ -104,7 +108,10 @@ type Transfer struct {
 	// Require names the one transport that may be used: a peer that it does not
 	// reach is an error, not a reason for another. "" takes the best.
 	Require string `yaml:"require"`
-	Limits  Limits `yaml:"limits"`
+	// Verify page compares what has landed with checksums that the owner makes
+	// when it publishes, if it is set there, too; none does not.
+	Verify string `yaml:"verify"`
+	Limits Limits `yaml:"limits"`
 }
 
 // Limits bound one node's pulls and one attempt at a pull: it may take
@@ -168,7 +175,7 @@ func Default() *Config {
 		Node:  Node{Role: "both", Bind: netip.AddrFrom4([4]byte{127, 0, 0, 1})},
 		Ports: Ports{Gossip: 7900, Peer: 7901, Data: 7902, HTTP: 7903},
 		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
-		Transfer: Transfer{
+		Transfer: Transfer{Verify: "none",
 			Transports: []string{"tcp"},
 			Limits:     Limits{InFlight: 64, Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000},
 		},

@@ -350,8 +350,9 @@ func TestNameDefaultsToTheHost(t *testing.T) {
 func TestEveryKeyIsReachable(t *testing.T) {
 	values := map[string]string{
 		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
+		"arena.heads": "2", "arena.kv_heads": "8", "arena.qo_heads": "32",
 		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
-		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.limits.rate": "1MB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
+		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.limits.rate": "1MB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
 		"cluster.keyring": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
 		"timers.lease_renew": "2s", "timers.backoff_min": "1s", "transfer.limits.dial": "1m1s", "transfer.limits.base": "1m1s",
 	}
@@ -595,4 +596,20 @@ func ExampleLoad() {
 	}
 	fmt.Println(c.Node.Name, c.Geometry().Layout.Pages)
 	// Output: prefill 16384
+}
+
+// The heads of a rank are its share of the model's.
+func TestHeadsOfTheModel(t *testing.T) {
+	for _, tt := range []struct {
+		set  string
+		want int
+	}{{"kv_heads: 8", 2}, {"kv_heads: 8, qo_heads: 32", 2}, {"kv_heads: 2, qo_heads: 32", 1}, {"kv_heads: 8, heads: 2", 2}} {
+		c, err := Parse("", []byte("node: {name: n}\narena: {model: m, pages: 8, page_size: 16, layers: 1, head_dim: 4, world_size: 4, "+tt.set+"}\n"))
+		if err == nil {
+			err = c.Validate()
+		}
+		if err != nil || c.Geometry().Layout.Heads != tt.want {
+			t.Errorf("%s: %d heads, %v", tt.set, c.Geometry().Layout.Heads, err)
+		}
+	}
 }

@@ -2,6 +2,7 @@ package config
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"net/netip"
 	"os"
@@ -152,6 +153,29 @@ func (v *validation) ports() {
 	}
 }
 
+// heads takes a rank's share of the model's heads, if those are said.
+func (v *validation) heads() {
+	a := &v.config.Arena
+	said := v.config.origins["arena.heads"] != origin{}
+	switch {
+	case a.KVHeads == 0 && a.QOHeads != 0:
+		v.wrong("arena.qo_heads", "%d is of no use without arena.kv_heads", a.QOHeads)
+	case a.KVHeads == 0:
+	default:
+		kv, _, err := page.Shard(a.KVHeads, cmp.Or(a.QOHeads, a.KVHeads), a.WorldSize)
+		if err != nil {
+			v.wrong("arena.kv_heads", "%v", err)
+			return
+		}
+		if said && a.Heads != kv {
+			v.wrong("arena.heads", "%d is not what arena.kv_heads and arena.world_size come to, which is %d; want one of them", a.Heads, kv)
+			return
+		}
+		a.Heads = kv
+	}
+	v.upTo("arena.heads", a.Heads, page.MaxHeads)
+}
+
 func (v *validation) arena() {
 	a := &v.config.Arena
 	before := len(v.errs)
@@ -184,7 +208,7 @@ func (v *validation) arena() {
 	}
 	v.upTo("arena.page_size", a.PageSize, page.MaxPageSize)
 	v.upTo("arena.layers", a.Layers, page.MaxLayers)
-	v.upTo("arena.heads", a.Heads, page.MaxHeads)
+	v.heads()
 	v.upTo("arena.head_dim", a.HeadDim, page.MaxHeadDim)
 	if _, err := page.ParseDType(a.DType); err != nil {
 		v.oneOf("arena.dtype", a.DType, page.BF16.String(), page.FP16.String(), page.FP32.String(), page.FP8E4M3.String(), page.FP8E5M2.String())
@@ -252,6 +276,7 @@ func (v *validation) transfer() {
 			v.wrong("transfer.transports", "%q stands twice", name)
 		}
 	}
+	v.oneOf("transfer.verify", t.Verify, "none", "page")
 	if t.Require != "" && !slices.Contains(t.Transports, t.Require) {
 		v.wrong("transfer.require", "%.80q is not one of transfer.transports %v", t.Require, t.Transports)
 	}
