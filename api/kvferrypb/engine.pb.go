@@ -2473,7 +2473,8 @@ func (x *OffloadRequest) GetRequest() string {
 
 type OffloadResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Freed         uint32                 `protobuf:"varint,1,opt,name=freed,proto3" json:"freed,omitempty"` // device pages; 0: there was nothing to move
+	Freed         uint32                 `protobuf:"varint,1,opt,name=freed,proto3" json:"freed,omitempty"`    // device pages; 0: there was nothing to move
+	Request       string                 `protobuf:"bytes,2,opt,name=request,proto3" json:"request,omitempty"` // which one, also of a call that left the choice to the node
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2513,6 +2514,13 @@ func (x *OffloadResponse) GetFreed() uint32 {
 		return x.Freed
 	}
 	return 0
+}
+
+func (x *OffloadResponse) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
 }
 
 type ReloadRequest struct {
@@ -4082,9 +4090,10 @@ const file_engine_proto_rawDesc = "" +
 	"\treference\x18\x01 \x01(\tR\treference\"\x11\n" +
 	"\x0fReleaseResponse\"*\n" +
 	"\x0eOffloadRequest\x12\x18\n" +
-	"\arequest\x18\x01 \x01(\tR\arequest\"'\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\"A\n" +
 	"\x0fOffloadResponse\x12\x14\n" +
-	"\x05freed\x18\x01 \x01(\rR\x05freed\")\n" +
+	"\x05freed\x18\x01 \x01(\rR\x05freed\x12\x18\n" +
+	"\arequest\x18\x02 \x01(\tR\arequest\")\n" +
 	"\rReloadRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\"&\n" +
 	"\x0eReloadResponse\x12\x14\n" +
