@@ -37,7 +37,7 @@ func (w *hostMove) verify(s *side) {
 		if w.copied {
 			s.wantAll(p.tokens, to, "move of %s label %s, copied:", w.request.id, p.label)
 		}
-		if !w.copied || s.live(w.life) {
+		if !w.copied || s.there(w.life) {
 			s.wantAll(p.tokens, from, "move of %s label %s, from where it was:", w.request.id, p.label)
 		}
 	}
@@ -45,8 +45,10 @@ func (w *hostMove) verify(s *side) {
 
 // movable returns a request that the test would move; nil: none.
 func (s *side) movable() *request {
-	r := s.requests[names[s.below(2, "request")]]
-	return r
+	if kept := s.all(); len(s.kept) > 0 && s.below(2, "kept") == 0 {
+		return kept[s.below(len(kept), "which")]
+	}
+	return s.requests[names[s.below(2, "request")]]
 }
 
 // moveRefused checks that the model knows the reason.
@@ -58,7 +60,7 @@ func (s *side) moveRefused(what string, r *request, err error) {
 	case errors.Is(err, manager.ErrReading):
 		ok = r.pull != nil
 	case errors.Is(err, manager.ErrStepInFlight):
-		ok = s.inFlight(r)
+		ok = s.inFlight(r) || s.forked(r)
 	case errors.Is(err, manager.ErrHostFull):
 		full, is := errors.AsType[*manager.HostError](err)
 		ok = what == "offload" && is && full.Short > 0 && full.Free == s.m.Counts().HostFree
@@ -77,7 +79,7 @@ func (s *side) offload() {
 	if r == nil {
 		return
 	}
-	out, err := s.m.Offload(r.id)
+	out, err := s.m.Offload(r.handle())
 	s.Logf("%s: offload %s: %+v, %v", s.life.Node, r.id, out, err)
 	if err != nil {
 		s.moveRefused("offload", r, err)
@@ -101,15 +103,15 @@ func (s *side) offload() {
 
 func (s *side) reload() {
 	var r *request
-	for _, l := range names { // there are few
-		if o := s.requests[l]; o != nil && o.away() && o.move == nil {
+	for _, o := range s.all() { // there are few
+		if o.away() && o.move == nil && (r == nil || s.below(2, "this") == 0) {
 			r = o
 		}
 	}
 	if r == nil {
 		return
 	}
-	out, err := s.m.Reload(r.id)
+	out, err := s.m.Reload(r.handle())
 	s.Logf("%s: reload %s: %+v, %v", s.life.Node, r.id, out, err)
 	if err != nil {
 		s.moveRefused("reload", r, err)
@@ -167,7 +169,7 @@ func (s *side) carry() {
 			}
 		}
 		s.Logf("%s: copy of move %d", s.life.Node, w.id)
-		if w.copied = true; !s.live(w.life) {
+		if w.copied = true; !s.there(w.life) {
 			s.saw("host copy of a request that is gone")
 		}
 	}
@@ -186,7 +188,7 @@ func (s *side) abandon(w *hostMove) {
 		s.Fatal(err)
 	}
 	s.settled(w)
-	if s.live(w.life) {
+	if s.there(w.life) {
 		for _, p := range w.parts {
 			if st := w.streams[p.label]; w.reload {
 				st.state = manager.OnHost
@@ -209,7 +211,7 @@ func (s *side) finish(w *hostMove) {
 		s.Fatal(err)
 	}
 	s.settled(w)
-	if !s.live(w.life) {
+	if !s.there(w.life) {
 		if len(out.Unseal) > 0 {
 			s.Fatalf("%s: end of an offload of a request that is gone: %+v", s.life.Node, out)
 		}
@@ -227,6 +229,10 @@ func (s *side) finish(w *hostMove) {
 		s.disown(w.request)
 		s.end(out.Unseal)
 		s.saw("offloaded what is published")
+		if w.key != "" { // nobody else would
+			s.publishRequest(w.request, true)
+			s.saw("offloaded what is kept")
+		}
 	}
 	s.saw("offloaded")
 }
@@ -234,7 +240,7 @@ func (s *side) finish(w *hostMove) {
 func (s *side) reloaded(w *hostMove) {
 	err := s.m.Reloaded(w.id)
 	s.Logf("%s: reloaded %d: %v", s.life.Node, w.id, err)
-	if !s.live(w.life) {
+	if !s.there(w.life) {
 		if !errors.Is(err, manager.ErrUnknownMove) {
 			s.Fatalf("%s: end of a reload of a request that is gone: %v", s.life.Node, err)
 		}
@@ -249,7 +255,9 @@ func (s *side) reloaded(w *hostMove) {
 		st := w.streams[p.label]
 		st.state, st.pages, st.host = manager.Resident, p.device, nil
 	}
-	s.saw("reloaded")
+	if s.saw("reloaded"); w.key != "" {
+		s.saw("reloaded what is kept")
+	}
 	if w.published != 0 {
 		s.republish(w.request)
 	}

@@ -1,7 +1,9 @@
 package pairtest
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -39,6 +41,7 @@ func (k token) bytes(r id.Rank, x piece) uint64 {
 // model is what a side must be like, whatever its manager does.
 type model struct {
 	requests     map[id.Request]*request
+	kept         map[id.Request]*request // removed, and there for their publications, by key
 	steps        []*step
 	moves        []*hostMove
 	pulls        []*pull
@@ -48,12 +51,13 @@ type model struct {
 }
 
 func newModel() model {
-	return model{requests: make(map[id.Request]*request), publications: make(map[manager.PublicationID]*publication)}
+	return model{requests: make(map[id.Request]*request), kept: make(map[id.Request]*request), publications: make(map[manager.PublicationID]*publication)}
 }
 
 // request is one life of a request id.
 type request struct {
 	id        id.Request
+	key       id.Request // of one that is kept
 	resets    int
 	needs     []id.Label
 	retention map[id.Label]manager.Retention
@@ -167,6 +171,27 @@ func (r *request) life() life { return life{r, r.resets} }
 
 func (m *model) live(l life) bool { return m.requests[l.id] == l.request && l.resets == l.reset }
 
+// there says whether the tokens of a life are still there, for its engine or for
+// its publication alone.
+func (m *model) there(l life) bool { return m.live(l) || l.key != "" && m.kept[l.key] == l.request }
+
+// handle is what the manager calls a request by.
+func (r *request) handle() id.Request { return cmp.Or(r.key, r.id) }
+
+// all are the requests of either kind, in order.
+func (m *model) all() []*request {
+	list := slices.AppendSeq(slices.Collect(maps.Values(m.requests)), maps.Values(m.kept))
+	slices.SortFunc(list, func(a, b *request) int { return cmp.Or(cmp.Compare(a.id, b.id), cmp.Compare(a.key, b.key)) })
+	return list
+}
+
+// forked says whether a step may still copy from a request.
+func (m *model) forked(r *request) bool {
+	return slices.ContainsFunc(m.steps, func(s *step) bool {
+		return slices.ContainsFunc(s.forks, func(f *fork) bool { return f.request == r && f.reset == r.resets })
+	})
+}
+
 // inFlight says whether a step is on the request.
 func (m *model) inFlight(r *request) bool {
 	return slices.ContainsFunc(m.steps, func(s *step) bool { return s.touches(m, r) })
@@ -184,10 +209,11 @@ func (r *request) away() bool {
 
 // verify compares the manager's tables, and every byte, with the model.
 func (s *side) verify() {
-	if n := len(s.m.Requests(0)); n != len(s.requests) {
-		s.Fatalf("%s: %d requests, want %d", s.life.Node, n, len(s.requests))
+	all := s.all()
+	if n := len(s.m.Requests(0)); n != len(all) {
+		s.Fatalf("%s: %d requests, want %d", s.life.Node, n, len(all))
 	}
-	for _, r := range s.requests {
+	for _, r := range all {
 		s.verifyRequest(r)
 	}
 	for _, a := range s.steps {
@@ -207,9 +233,12 @@ func (s *side) verify() {
 }
 
 func (s *side) verifyRequest(r *request) {
-	got, err := s.m.Request(r.id)
+	got, err := s.m.Request(r.handle())
 	if err != nil {
 		s.Fatal(err)
+	}
+	if got.Request != r.id || got.Kept != r.key {
+		s.Fatalf("%s: %+v, want %s, kept as %q", s.life.Node, got, r.id, r.key)
 	}
 	if got.InFlight != s.inFlight(r) || got.Reading != (r.pull != nil) || got.Moving != (r.move != nil) || got.Published != r.published {
 		s.Fatalf("%s: %+v, want in flight %v, reading %v, moving %v, published %d",

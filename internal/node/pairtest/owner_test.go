@@ -128,7 +128,7 @@ func (s *side) publish() {
 }
 
 func (s *side) publishRequest(r *request, final bool) {
-	value, err := s.m.Publish(r.id, final)
+	value, err := s.m.Publish(r.handle(), final)
 	s.Logf("%s: publish %s: %+v, %v", s.life.Node, r.id, value, err)
 	if err != nil {
 		s.publishRefused(r, err)
@@ -273,7 +273,7 @@ func (s *side) republish(r *request) {
 	if s.ends(r.published) {
 		return
 	}
-	value, ok := s.m.Republish(r.id)
+	value, ok := s.m.Republish(r.handle())
 	s.Logf("%s: republish %s: %+v, %v", s.life.Node, r.id, value, ok)
 	can := r.published != 0
 	if can {
@@ -360,10 +360,18 @@ func (s *side) unsealed() {
 	s.m.Unsealed(s.ended...)
 	for _, i := range s.ended {
 		delete(s.publications, i)
-		for _, r := range s.requests {
-			if r.published == i {
-				s.disown(r)
-				r.revoked = true
+		for _, r := range s.all() {
+			if r.published != i {
+				continue
+			}
+			s.disown(r)
+			r.revoked = true
+			if r.key != "" {
+				if s.saw("kept to its end"); r.move != nil || r.pull != nil || s.forked(r) {
+					s.saw("kept to its end while in use")
+				}
+				delete(s.kept, r.key)
+				r.pull, r.move = nil, nil
 			}
 		}
 	}
@@ -456,8 +464,72 @@ func (s *side) removeRequest(r *request, discard bool) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.letGo(r, out, r.final && !discard)
+	away, bare, whole := s.promises(r)
+	lives := r.final && !discard
 	delete(s.requests, r.id)
+	if (out.Kept != "") != (lives && away && whole) {
+		s.Fatalf("%s: remove %+v: %+v, its publication is away %v, bare %v, whole %v", s.life.Node, r, out, away, bare, whole)
+	}
+	if out.Kept != "" {
+		s.keep(r, out)
+		return
+	}
+	s.letGo(r, out, lives && (!bare || whole))
+}
+
+// promises says whether the publication of a request offers tokens that it names
+// no pages of (bare), or that are not on the device (away), and whether all that
+// it offers is still there.
+func (s *side) promises(r *request) (away, bare, whole bool) {
+	whole = true
+	if r.published == 0 {
+		return false, false, whole
+	}
+	for _, t := range s.publications[r.published].last.value.Streams {
+		st := r.streams[t.Label]
+		whole = whole && st.start() == t.Start
+		if t.Tokens > 0 {
+			bare = bare || t.State != manager.Resident
+			away = away || t.State != manager.Resident || st.state != manager.Resident
+		}
+	}
+	return away, bare, whole
+}
+
+// keep leaves a request that was removed to its publication. What that does not
+// offer goes, as far as nothing is at it.
+func (s *side) keep(r *request, out manager.Removed) {
+	var cancel []manager.RetrievalID
+	if r.pull != nil {
+		cancel = append(cancel, r.pull.start.ID)
+		r.pull.cancelled = true
+		s.saw("kept while read into")
+	}
+	if len(out.Unseal) > 0 || !slices.Equal(out.Lives, []manager.PublicationID{r.published}) || !slices.Equal(out.Cancel, cancel) {
+		s.Fatalf("%s: %s is kept: %+v, want %d to live on, %v to cancel", s.life.Node, r.id, out, r.published, cancel)
+	}
+	if s.saw("kept"); r.move != nil {
+		s.saw("kept in a move")
+	}
+	inUse := r.pull != nil || s.forked(r)
+	r.key = out.Kept
+	s.kept[r.key] = r
+	got, err := s.m.Request(r.key)
+	if err != nil {
+		s.Fatal(err)
+	}
+	offered := s.publications[r.published].last
+	for l, st := range r.streams {
+		t := offered.stream(l)
+		switch {
+		case st.state != manager.Resident:
+		case t != nil && !inUse:
+			st.tokens, st.landed = slices.Clone(st.tokens[:t.Tokens]), min(st.landed, t.Tokens)
+			st.pages = slices.Clone(st.pages[:count(t.Tokens-st.released)])
+		case t == nil && (!inUse || len(st.tokens) == 0 && !slices.ContainsFunc(got.Streams, func(g manager.StreamState) bool { return g.Label == l })):
+			delete(r.streams, l)
+		}
+	}
 }
 
 func (s *side) reset() {

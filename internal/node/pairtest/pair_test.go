@@ -43,6 +43,8 @@ var floors = map[string]int{
 	"reset": 40, "removed in a step": 20, "removed in a move": 7, "removed while read into": 5,
 	"publication lives without its request": 4,
 
+	"kept": 5, "kept in a move": 2, "reloaded what is kept": 1, "offloaded what is kept": 1, "kept to its end": 3,
+
 	"retrieve": 150, "retrieve of the difference": 30, "retrieve refused: no pages": 2, "retrieve refused: offloaded": 20,
 	"waiting": 70, "ready": 40, "diverged": 10, "started over": 15, "started over what is published": 5, "gap taken over": 2,
 	"gap behind what was computed": 10, "reader met a stream on the host": 50,
