@@ -169,6 +169,7 @@ func (a adminService) Arena(_ context.Context, req *kvferrypb.ArenaRequest) (*kv
 		case r.Published != 0:
 			state = "publishing"
 		}
+		kept := n.keptFor(r.Kept)
 		for _, s := range r.Streams {
 			i := &kvferrypb.ArenaResponse_Stream{
 				Request: string(r.Request), Label: string(s.Label), Tokens: uint32(s.Tokens), Pages: uint32(s.Pages), State: state,
@@ -176,6 +177,9 @@ func (a adminService) Arena(_ context.Context, req *kvferrypb.ArenaRequest) (*kv
 			}
 			if s.State != manager.Resident {
 				i.State = s.State.String()
+			}
+			if kept != "" {
+				i.State += " (" + kept + ")"
 			}
 			res.Items = append(res.Items, i)
 		}

@@ -82,7 +82,7 @@ type follow struct {
 	changed   chan struct{} // closed at every change, then replaced
 	running   *reading
 	err       error           // how it failed, until it is reported
-	refused   string          // why the owner gives no lease
+	refused   error           // why an owner gives no lease
 	leased    bool            // the lease was asked for
 	until     time.Time       // it was granted; zero: it was not
 	over      bool            // the lease was ended by us
@@ -190,11 +190,9 @@ func (fs *follows) active() []*follow {
 
 // leases are the active ones, and those beside them.
 func (fs *follows) leases() []*follow {
-	all := fs.active()
-	for _, f := range all[:len(all):len(all)] {
-		f.mu.Lock()
-		all = append(all, f.rest...)
-		f.mu.Unlock()
+	var all []*follow
+	for _, f := range fs.active() {
+		all = append(all, f.all()...)
 	}
 	return all
 }
@@ -247,7 +245,7 @@ func (fs *follows) call(f *follow, name id.Publication) {
 func (fs *follows) alias(f *follow, name id.Publication) {
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
-	if fs.byRequest[f.request] == f {
+	if fs.byRequest[f.request] == f.leader() {
 		fs.call(f, name)
 	}
 }
@@ -289,7 +287,7 @@ func (n *Node) succeed(ctx context.Context, f *follow, e publish.Entry) (*follow
 	fs.byRequest[f.request] = next
 	next.rest, f.rest = f.rest, nil
 	for _, c := range next.rest {
-		c.follows(next)
+		c.join(next)
 	}
 	for _, name := range append(names, e.Name) {
 		fs.call(next, name)
@@ -358,13 +356,6 @@ func (n *Node) lose(q query, f *follow, err error) {
 	f.wakeLocked()
 }
 
-// follows makes a follow one beside another.
-func (f *follow) follows(lead *follow) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.lead, f.refused = lead, ""
-}
-
 // lost ends what follows a life that has gone.
 func (fs *follows) lost(life id.Life, cause error) {
 	for _, f := range fs.leases() {
@@ -417,8 +408,10 @@ func (f *follow) tell(outcome kvferrypb.CompleteItem_Outcome) {
 
 // fail records a cause and ends the read that runs, if any.
 func (f *follow) fail(cause error) {
-	if lead := f.leader(); lead != nil {
-		lead.fail(cause)
+	if lead := f.leader(); lead != f {
+		if !f.isOver() {
+			lead.fail(&partError{f.source, cause})
+		}
 		return
 	}
 	f.mu.Lock()
@@ -458,16 +451,18 @@ func (f *follow) granted(now, until time.Time) (slack time.Duration, ok bool) {
 // refuse notes that the owner gives no lease. A read that runs goes on: its
 // seal decides. One that waits must not wait for ever.
 func (f *follow) refuse(why string) {
-	f.mu.Lock()
-	lead := f.lead
-	if !f.over {
-		f.refused = why
-		f.wakeLocked()
+	err := endedError(why)
+	if lead := f.leader(); lead != f {
+		if f.isOver() {
+			return
+		}
+		f, err = lead, &partError{f.source, err}
 	}
-	over := f.over
-	f.mu.Unlock()
-	if lead != nil && !over {
-		lead.refuse(why)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.over {
+		f.refused = err
+		f.wakeLocked()
 	}
 }
 
@@ -499,10 +494,8 @@ func (f *follow) failure() error {
 		return nil
 	case f.err != nil:
 		return f.err
-	case f.refused != "":
-		return endedError(f.refused)
 	default:
-		return nil
+		return f.refused
 	}
 }
 
@@ -664,6 +657,8 @@ func (n *Node) tooLate(cause error, q query, seen sight) error {
 	what := "more of it to be published"
 	if seen.readiness == manager.Reading {
 		what = "its pages to land"
+	} else if seen.missing != nil {
+		what = fmt.Sprintf("the other nodes of its group (%v)", seen.missing)
 	}
 	return n.failed(seen.follow, fmt.Errorf("waited for %s: %w", what, cause))
 }
@@ -674,11 +669,14 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 	if q.of != 0 && (f == nil || f.attempt != q.of) {
 		return sight{}, errOver
 	}
-	meant := f != nil && (q.reference == nil || n.means(ctx, q, f))
-	if f != nil && q.reference != nil && meant {
-		// What follows it goes on, whatever somebody else is told of it.
-		if err := matches(q.reference, f.source, q.request.Hash(), f.seal); err != nil {
-			return sight{}, n.failed(f, err)
+	meant := f != nil
+	if f != nil && q.reference != nil {
+		named := n.named(ctx, q, f)
+		if meant = named != nil; meant {
+			// What follows it goes on, whatever somebody else is told of it.
+			if err := matches(q.reference, named.source, q.request.Hash(), named.seal); err != nil {
+				return sight{}, n.failed(f, err)
+			}
 		}
 	}
 	if f != nil {
@@ -706,18 +704,25 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		return n.choose(ctx, s, q)
 	}
 	e, source, err := n.fetch(ctx, q, f.source)
+	var w whole
+	if err == nil {
+		w, err = n.gather(ctx, q, part{source: source, seal: e.Seal}, f.all())
+	}
+	if err != nil && ctx.Err() != nil { // the call is over, not what is followed
+		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
+	}
 	if err != nil {
 		now, _ := n.follows.get(q.request)
 		if now != nil && now != f || f.allLanded() != nil || f.reading() != nil { // meanwhile, by another call
 			return n.look(ctx, s, q)
 		}
 		if f.failure() != nil && !f.mayGoOn() || errors.Is(err, errUnknownNode) { // its owner has just gone
-			err = cmp.Or(f.failure(), errOwnerLost)
+			err = cmp.Or(f.failure(), error(&partError{blamed(err, f.source), errOwnerLost}))
 		}
 		n.lose(q, f, err)
 		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
 	}
-	if e.Name != f.source || f.isBeside() && f.mayGoOn() { // it, or one beside it, has moved
+	if e.Name != f.source || w.moved() {
 		next, nextChanged, err := n.succeed(ctx, f, e)
 		switch {
 		case err != nil:
@@ -730,7 +735,7 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		n.lose(q, f, err)
 		return sight{answer: f.answer(manager.Waiting)}, n.failed(f, err)
 	}
-	return n.admit(q, f, changed, false, n.gather(ctx, q, e.Seal, source))
+	return n.admit(q, f, changed, false, w)
 }
 
 // mayGoOn says whether the follow has failed so that what goes on for its
@@ -742,32 +747,40 @@ func (f *follow) mayGoOn() bool {
 	return errors.Is(err, errMoved) && f.moved < f.node.config.Timers.Attempts
 }
 
-// means says whether a query's reference is of what is followed: by one of its
-// names, or by one of what it goes on for, or of what goes on for it, as the
-// owner says.
-func (n *Node) means(ctx context.Context, q query, f *follow) bool {
-	named := q.reference.Publication
+// named is what a query's reference is of: the follow, or one beside it. It is
+// known by one of its names, or by one of what it goes on for, or of what goes on
+// for it, as the owner says; of what is not all here yet also by another node of
+// the owner's group. nil: it is of something else.
+func (n *Node) named(ctx context.Context, q query, f *follow) *follow {
+	name := q.reference.Publication
+	all := f.all()
+	if at := slices.IndexFunc(all, func(c *follow) bool { return n.follows.called(c, name) }); at >= 0 {
+		return all[at]
+	}
+	at := slices.IndexFunc(all, func(c *follow) bool { return c.source.Owner == name.Owner })
+	group := n.peers.groupOf(name.Owner)
+	if at < 0 && (group == "" || group != n.peers.groupOf(f.source.Owner) || f.allLanded() != nil) {
+		return nil
+	}
+	e, _, err := n.fetch(ctx, q, name)
 	switch {
-	case n.follows.called(f, named):
-		return true
-	case named.Owner != f.source.Owner:
-		return false
+	case err != nil:
+		return nil
+	case at < 0:
+		return f
 	}
-	e, _, err := n.fetch(ctx, q, named)
-	if err != nil {
-		return false
-	}
+	f = all[at]
 	if e.Name != f.source {
 		p, err := n.peers.owner(f.source.Owner)
 		if err != nil {
-			return false
+			return nil
 		}
 		if now, err := n.lookup(ctx, p, f.source, q.request); err != nil || now.Name != e.Name {
-			return false
+			return nil
 		}
 	}
-	n.follows.alias(f, named)
-	return true
+	n.follows.alias(f, name)
+	return f
 }
 
 // maxCandidates bounds the publications that one look tries.
@@ -788,10 +801,20 @@ func (n *Node) choose(ctx context.Context, s *session, q query) (sight, error) {
 	}
 	var failed error // of the best candidate
 	var unmet *unmetError
+	short := make(map[id.Group]bool) // whichever of their nodes is tried
+	tried := 0
 	for _, name := range candidates {
+		group := n.peers.groupOf(name.Owner)
+		if name.Owner != n.life && (short[group] || tried >= maxCandidates) {
+			continue
+		}
+		tried++
 		seen, next, err := n.try(ctx, s, q, name)
 		if !next {
 			return seen, err
+		}
+		if isShort(err) {
+			short[group] = true
 		}
 		if u, ok := errors.AsType[*unmetError](err); ok {
 			unmet = cmp.Or(unmet, u)
@@ -812,7 +835,7 @@ func (n *Node) choose(ctx context.Context, s *session, q query) (sight, error) {
 	switch {
 	case errors.Is(failed, errUnknownNode) && time.Now().Before(q.meet):
 		return sight{missing: failed}, nil
-	case q.reference == nil && isUnfit(failed) && n.peers.anyAlike():
+	case (isShort(failed) || q.reference == nil && isUnfit(failed)) && n.peers.anyAlike():
 		return sight{missing: failed}, nil // who fits may publish it yet
 	default:
 		return sight{}, failed
@@ -831,15 +854,16 @@ func (n *Node) try(ctx context.Context, s *session, q query, name id.Publication
 	var w whole
 	e, source, err := n.fetch(ctx, q, name)
 	if err == nil {
-		w = n.gather(ctx, q, e.Seal, source)
-		if q.reference == nil {
-			err = cmp.Or(w.missing, n.covers(w.source()))
-		}
+		w, err = n.gather(ctx, q, part{source: source, seal: e.Seal}, nil)
+	}
+	if err == nil && (q.reference == nil || len(w.parts) == 0) {
+		err = w.short // another one may have all
 	}
 	if err != nil {
 		return sight{}, true, &retrieveError{request: q.request, source: name, err: err}
 	}
-	f, changed, made, err := n.accept(ctx, s, q.request, source.Name, e.Seal)
+	source = w.source()
+	f, changed, made, err := n.accept(ctx, s, q.request, source.Name, w.parts[0].seal)
 	if err != nil {
 		return sight{}, false, fmt.Errorf("retrieve %q: %w", q.request, err)
 	}
@@ -852,9 +876,10 @@ func (n *Node) try(ctx context.Context, s *session, q query, name id.Publication
 	return seen, made && isUnfit(err), err
 }
 
-// isUnfit says that the failure is of one owner's publication, and not ours.
+// isUnfit says that the failure is of what one owner, or one group, has
+// published, and not ours.
 func isUnfit(err error) bool {
-	return errors.Is(err, manager.ErrIncompatible) || errors.Is(err, manager.ErrMalformed)
+	return errors.Is(err, manager.ErrIncompatible) || errors.Is(err, manager.ErrMalformed) || errors.Is(err, manager.ErrMixed)
 }
 
 // ownPublication answers for one of ours: there is nothing to bring in.
@@ -890,7 +915,9 @@ func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, w w
 		n.finish(f, kvferrypb.CompleteItem_LANDED)
 		return sight{answer: answer{readiness: manager.Ready, source: source.Name}}, nil
 	}
-	n.beside(f, w.parts[1:])
+	if out.Start != nil || out.Readiness != manager.Reading { // else another call has chosen what is read
+		n.beside(f, w.parts[1:])
+	}
 	f.keep()
 	if len(out.Unseal) > 0 {
 		n.announceEnds(n.owner.unseal(time.Now(), out.Unseal))
@@ -898,7 +925,7 @@ func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, w w
 	if out.Start != nil {
 		n.read(f, w.parts, *out.Start)
 	}
-	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed, missing: w.missing}, nil
+	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed, missing: w.short}, nil
 }
 
 // again answers for what has landed before. The owner is not asked any more: it
@@ -946,7 +973,6 @@ func (n *Node) candidates(q query) []id.Publication {
 		order[name.Owner] = n.peers.unlikely(name.Owner)
 	}
 	slices.SortStableFunc(names, func(a, b id.Publication) int { return cmp.Compare(order[a.Owner], order[b.Owner]) })
-	names = names[:min(len(names), maxCandidates)]
 	// Our own is the last choice: there is nothing to bring in from it.
 	if _, own, err := n.plog.Find(now, 0, q.request); err == nil {
 		names = append(names, own)
@@ -992,6 +1018,18 @@ func (n *Node) fetch(ctx context.Context, q query, name id.Publication) (publish
 // lookup asks the owner for a publication, or the one that goes on for it, and
 // gives its refusal a type.
 func (n *Node) lookup(ctx context.Context, p *peer, name id.Publication, r id.Request) (publish.Entry, error) {
+	e, err := n.lookupOnce(ctx, p, name, r)
+	for range 2 {
+		if !errors.Is(err, publish.ErrEnded) || !errors.Is(err, errOwnerLost) {
+			break
+		}
+		// What it says has ended by now: so has its whole life, or it says what goes on.
+		e, err = n.lookupOnce(ctx, p, name, r)
+	}
+	return e, err
+}
+
+func (n *Node) lookupOnce(ctx context.Context, p *peer, name id.Publication, r id.Request) (publish.Entry, error) {
 	res, err := p.lookup(ctx, name.Sequence, r)
 	if err == nil {
 		a := res.GetAnnouncement()
@@ -1011,11 +1049,16 @@ func (n *Node) lookup(ctx context.Context, p *peer, name id.Publication, r id.Re
 		n.board.Forget(name)
 		return publish.Entry{}, endedError(cause)
 	}
+	if end, ok := ctx.Deadline(); ok && !time.Now().Before(end) {
+		<-ctx.Done() // the call may have noticed first
+	}
 	switch {
 	case codeOf(err) == kvferrypb.Failure_INVALID: // it lives, and is another's
 		return publish.Entry{}, fmt.Errorf("%s is not of request %q: %w", name, r, wire.ErrReference)
-	case errors.Is(err, errOwnerLost) || ctx.Err() != nil:
+	case errors.Is(err, errOwnerLost):
 		return publish.Entry{}, err
+	case ctx.Err() != nil:
+		return publish.Entry{}, fmt.Errorf("look it up at %s: %w", p.member.Meta.Peer, context.Cause(ctx))
 	default:
 		return publish.Entry{}, fmt.Errorf("look it up at %s: %w", p.member.Meta.Peer, p.unreachable(err))
 	}
@@ -1055,16 +1098,22 @@ func (n *Node) pull(ctx context.Context, f *follow, run *reading, parts []part, 
 	}
 	wait := n.config.Timers.BackoffMin
 	attempts := n.config.Timers.Attempts
+	bad := 0 // attempts of which bytes were others than published
 	for attempt := 1; ; attempt++ {
 		f.state(run, "reading")
-		bytes, by, err = n.pullOnce(ctx, parts, r)
-		if err == nil || attempt >= attempts || ctx.Err() != nil || !mayHelp(err) {
+		if bytes, by, err = n.pullOnce(ctx, parts, r); err == nil {
+			err = n.verify(ctx, parts, r)
+		}
+		if errors.Is(err, errChecksum) {
+			bad++
+		}
+		if err == nil || bad > 1 || attempt >= attempts || ctx.Err() != nil || !mayHelp(err) {
 			if err != nil && ctx.Err() != nil {
 				err = context.Cause(ctx)
 			}
 			return bytes, by, err
 		}
-		n.log.Warn("read failed, trying again", "request", string(r.Request), "node", r.Source.Owner.String(), "attempt", attempt, "err", err)
+		n.log.Warn("read failed, trying again", "request", string(r.Request), "node", blamed(err, r.Source).Owner.String(), "attempt", attempt, "err", err)
 		f.state(run, "backoff")
 		if !sleep(ctx, wait/2+rand.N(wait/2+1)) { // jitter
 			return bytes, by, context.Cause(ctx)
@@ -1086,6 +1135,7 @@ func mayHelp(err error) bool {
 // errand is what is read of one owner for one rank.
 type errand struct {
 	peer   *peer
+	source id.Publication
 	link   transfer.Link
 	seals  []transfer.Seal
 	copies []transfer.Copy
@@ -1095,54 +1145,66 @@ func (n *Node) pullOnce(ctx context.Context, parts []part, r manager.Retrieval) 
 	// All are planned before the first is read, so that an error leaves none behind.
 	var errands []errand
 	for owner, p := range parts {
-		name := p.source.Name
-		peer := n.peers.byLife(name.Owner)
-		if peer == nil {
-			return 0, by, fmt.Errorf("%s: %w", name.Owner, errOwnerLost)
-		}
-		link, transport, err := peer.reader(ctx)
+		planned, transport, err := n.errands(ctx, owner, p, r)
+		by = cmp.Or(transport, by)
 		if err != nil {
-			return 0, by, fmt.Errorf("open a link to %s: %w", name.Owner, peer.unreachable(err))
+			return 0, by, &partError{p.source.Name, err}
 		}
-		by = transport.Name()
-		value, _ := id.SealValue(name.Owner.Incarnation, name.Sequence)
-		seals := []transfer.Seal{{Index: p.seal, Value: value}}
-		for _, rank := range n.ranks {
-			var copies []transfer.Copy
-			for _, m := range r.Moves {
-				if m.Owner != owner || !slices.Contains(m.Ranks, rank) {
-					continue
-				}
-				remote := transfer.Side{Layout: p.source.Geometry.Layout, Start: m.RemoteStart, Pages: m.Remote}
-				local := transfer.Side{Layout: n.geometry.Layout, Start: m.LocalStart, Pages: m.Local}
-				if copies, err = transfer.Copies(copies, rank, remote, local, m.From, m.To); err != nil {
-					return 0, by, err
-				}
-			}
-			if len(copies) == 0 {
-				continue
-			}
-			for _, c := range copies {
-				total += c.Bytes
-			}
-			n.metrics.chunks(copies)
-			errands = append(errands, errand{peer, link, seals, copies})
-		}
+		errands = append(errands, planned...)
 	}
 	var reads errgroup.Group // all have returned, whichever failed
 	for _, s := range errands {
+		for _, c := range s.copies {
+			total += c.Bytes
+		}
+		n.metrics.chunks(s.copies)
 		reads.Go(func() error {
 			err := s.link.Read(ctx, s.seals, s.copies)
 			if errors.Is(err, transfer.ErrIdentity) || errors.Is(err, transfer.ErrClosed) {
 				s.peer.drop(s.link)
 			}
-			return err
+			if err != nil {
+				return &partError{s.source, err}
+			}
+			return nil
 		})
 	}
 	if err := reads.Wait(); err != nil {
 		return 0, by, err
 	}
 	return total, by, nil
+}
+
+// errands are what a retrieval reads of one owner: the parts' owner-th.
+func (n *Node) errands(ctx context.Context, owner int, p part, r manager.Retrieval) (errands []errand, by string, err error) {
+	name := p.source.Name
+	peer := n.peers.byLife(name.Owner)
+	if peer == nil {
+		return nil, "", fmt.Errorf("%s: %w", name.Owner, errOwnerLost)
+	}
+	link, transport, err := peer.reader(ctx)
+	if err != nil {
+		return nil, "", fmt.Errorf("open a link to %s: %w", name.Owner, peer.unreachable(err))
+	}
+	value, _ := id.SealValue(name.Owner.Incarnation, name.Sequence)
+	seals := []transfer.Seal{{Index: p.seal, Value: value}}
+	for _, rank := range n.ranks {
+		var copies []transfer.Copy
+		for _, m := range r.Moves {
+			if m.Owner != owner || !slices.Contains(m.Ranks, rank) {
+				continue
+			}
+			remote := transfer.Side{Layout: p.source.Geometry.Layout, Start: m.RemoteStart, Pages: m.Remote}
+			local := transfer.Side{Layout: n.geometry.Layout, Start: m.LocalStart, Pages: m.Local}
+			if copies, err = transfer.Copies(copies, rank, remote, local, m.From, m.To); err != nil {
+				return nil, transport.Name(), err
+			}
+		}
+		if len(copies) > 0 {
+			errands = append(errands, errand{peer, name, link, seals, copies})
+		}
+	}
+	return errands, transport.Name(), nil
 }
 
 // settle tells the manager how a retrieval ended, once, then whoever waits.
@@ -1161,11 +1223,13 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, parts []part
 	}
 	if errors.Is(err, transfer.ErrStale) {
 		n.metrics.stale.WithLabelValues("reader").Inc()
-		err = n.staleCause(ctx, f.request, parts, err)
+		err = n.staleCause(ctx, blamed(err, source.Name), err)
 	}
 	n.metrics.retrieval(err, by, took)
 	f.mu.Lock()
-	f.running = nil
+	if f.running == run { // else another call has begun the next one
+		f.running = nil
+	}
 	if by != "" {
 		f.transport = by
 	}
@@ -1173,7 +1237,7 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, parts []part
 		f.bytes += bytes
 		f.moved = 0
 		if source.Final() {
-			f.landed, f.err, f.refused = source, nil, ""
+			f.landed, f.err, f.refused = source, nil, nil
 		}
 	} else if f.err == nil {
 		f.err = err
@@ -1192,25 +1256,19 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, parts []part
 	close(run.done)
 }
 
-// staleCause asks the owners how their publications ended, to say it, and learns
-// what goes on for them.
-func (n *Node) staleCause(ctx context.Context, r id.Request, parts []part, err error) error {
-	for _, part := range parts {
-		name := part.source.Name
-		n.board.Forget(name)
-		p := n.peers.byLife(name.Owner)
-		if p == nil {
-			continue
-		}
-		res, asked := p.lookup(ctx, name.Sequence, r)
-		if asked == nil && res.GetContinues() {
-			a := res.GetAnnouncement()
-			_, _ = n.board.Learn(time.Now(), p.life, a.GetMessage(), id.Request(a.GetRequest())) // asked for again where it is followed
-			return fmt.Errorf("%w: %w", errMoved, err)
-		}
-		if cause, ok := refusalOf(asked); ok {
-			return fmt.Errorf("%w: %w", endedError(cause), err)
-		}
+// staleCause asks the owner how the publication ended, to say it.
+func (n *Node) staleCause(ctx context.Context, name id.Publication, err error) error {
+	n.board.Forget(name)
+	p := n.peers.byLife(name.Owner)
+	if p == nil {
+		return err
+	}
+	res, asked := p.lookup(ctx, name.Sequence, "")
+	if asked == nil && res.GetContinues() {
+		return fmt.Errorf("%w: %w", errMoved, err)
+	}
+	if cause, ok := refusalOf(asked); ok {
+		return fmt.Errorf("%w: %w", endedError(cause), err)
 	}
 	return err
 }
@@ -1231,7 +1289,7 @@ func (f *follow) allLanded() *manager.Source {
 func (n *Node) failed(f *follow, err error) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return &retrieveError{request: f.request, source: f.source, transport: f.transport, done: f.bytes, err: err}
+	return &retrieveError{request: f.request, source: blamed(err, f.source), transport: f.transport, done: f.bytes, err: err}
 }
 
 // cancelRetrieval ends the retrieval of a request, and every call that waits for

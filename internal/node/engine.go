@@ -211,7 +211,7 @@ func (e engineService) Reset(ctx context.Context, req *kvferrypb.ResetRequest) (
 }
 
 func (e engineService) Remove(ctx context.Context, req *kvferrypb.RemoveRequest) (*kvferrypb.RemoveResponse, error) {
-	s, r, leave, err := e.request(ctx, req.GetRequest())
+	_, r, leave, err := e.request(ctx, req.GetRequest())
 	if errors.Is(err, manager.ErrUnknownRequest) {
 		return &kvferrypb.RemoveResponse{}, nil // it is gone, which is what was asked for
 	}
@@ -219,11 +219,6 @@ func (e engineService) Remove(ctx context.Context, req *kvferrypb.RemoveRequest)
 		return nil, err
 	}
 	defer leave()
-	if !req.GetDiscard() {
-		ctx, stop := s.within(ctx)
-		defer stop()
-		e.node.tier.settle(ctx, r)
-	}
 	return &kvferrypb.RemoveResponse{}, e.node.remove(r, req.GetDiscard(), kvferrypb.CompleteItem_DECLINED)
 }
 

@@ -28,6 +28,10 @@ const (
 	maxWishes = 4096 // requests that are brought back for their readers; a renewed lease asks again
 )
 
+// restTime is for how long what has come to the device is no victim, unless
+// intervals are divided by ten.
+const restTime = 50 * time.Millisecond
+
 // Why requests are offloaded by the node itself, for metrics.
 const (
 	forAdmit    = "admit"
@@ -67,7 +71,8 @@ type rankMemory struct{ device, host kv.Cache }
 
 // move is an offload or a reload that runs.
 type move struct {
-	request id.Request
+	request id.Request // as it was asked for: an id, or the key of a kept request
+	name    id.Request // for people
 	reload  bool
 	done    chan struct{} // closed when the manager has been told how it ended
 	pages   int           // freed, or brought back; valid once done
@@ -161,7 +166,7 @@ func (t *tier) begin(r id.Request, reload bool) (_ *move, mine bool, err error) 
 	if err != nil {
 		return nil, false, err
 	}
-	m := &move{request: r, reload: reload, done: make(chan struct{}), pages: work.Freed}
+	m := &move{request: r, name: t.node.nameOf(r), reload: reload, done: make(chan struct{}), pages: work.Freed}
 	if work.ID == 0 {
 		close(m.done)
 		return m, true, nil
@@ -186,14 +191,17 @@ func (t *tier) run(m *move, work manager.HostMove) {
 	now := time.Now()
 	switch {
 	case err != nil:
-		said = n.owner.abandoned(now, m.request, work.ID)
+		said = n.owner.abandoned(now, work.ID)
 	case m.reload:
-		said, err = n.owner.reloaded(now, m.request, work.ID)
+		var r id.Request
+		if r, said, err = n.owner.reloaded(now, work.ID); err == nil {
+			t.arrived(r)
+		}
 		for _, s := range work.Streams {
 			pages += len(s.Device)
 		}
 	default:
-		pages, said, err = n.owner.offloaded(now, m.request, work.ID)
+		pages, said, err = n.owner.offloaded(now, work.ID)
 	}
 	t.mu.Lock()
 	delete(t.moves, m.request)
@@ -209,15 +217,12 @@ func (t *tier) run(m *move, work manager.HostMove) {
 		result = "cut"
 	default:
 		result = "failed"
-		n.log.Warn("move was abandoned", "direction", m.direction(), "request", string(m.request), "err", err)
-	}
-	if err == nil && m.reload {
-		t.arrived(m.request)
+		n.log.Warn("move was abandoned", "direction", m.direction(), "request", string(m.name), "err", err)
 	}
 	n.metrics.offloads.WithLabelValues(m.direction(), result).Inc()
 	n.tell(said)
 	if err != nil {
-		m.err = fmt.Errorf("%s %q: %w", m.direction(), m.request, err)
+		m.err = fmt.Errorf("%s %q: %w", m.direction(), m.name, err)
 	}
 	close(m.done)
 }
@@ -237,7 +242,7 @@ func (t *tier) copy(ctx context.Context, m *move, work manager.HostMove) (bytes 
 				return 0, context.Cause(ctx)
 			}
 			if t.hook != nil {
-				if err := t.hook(ctx, m.request); err != nil {
+				if err := t.hook(ctx, m.name); err != nil {
 					return 0, err
 				}
 			}
@@ -274,7 +279,8 @@ func (t *tier) restore(ctx context.Context, r id.Request) error {
 
 // mayPass says whether time may cure what a move was refused for.
 func mayPass(err error) bool {
-	return errors.Is(err, manager.ErrNoPages) || errors.Is(err, manager.ErrStepInFlight) || errors.Is(err, manager.ErrReading)
+	return errors.Is(err, manager.ErrNoPages) || errors.Is(err, manager.ErrStepInFlight) || errors.Is(err, manager.ErrReading) ||
+		errors.Is(err, manager.ErrOffloading) // it has begun when the request had another name
 }
 
 // bringFor brings back what readers have leases on, in the background.
@@ -284,17 +290,6 @@ func (t *tier) bringFor(leased []id.Sequence) {
 	}
 	for _, r := range t.node.owner.away(leased) {
 		t.wish(r)
-	}
-}
-
-// settle brings back what is promised to readers of a request that is about to
-// be removed, if there is room: it has no tokens on the host any more after that.
-func (t *tier) settle(ctx context.Context, r id.Request) {
-	if !t.node.owner.promised(r) {
-		return
-	}
-	if _, err := t.reload(ctx, r); err != nil {
-		t.node.log.Warn("what is published of a removed request is lost", "request", string(r), "err", err)
 	}
 }
 
@@ -340,7 +335,12 @@ func (t *tier) arrived(r id.Request) {
 }
 
 // rest is for how long what has come is no victim.
-func (t *tier) rest() time.Duration { return t.node.config.Timers.BackoffMax }
+func (t *tier) rest() time.Duration {
+	if t.node.fast() {
+		return restTime / 10
+	}
+	return restTime
+}
 
 // rests are the requests that have just come.
 func (t *tier) rests(now time.Time) map[id.Request]bool {
@@ -355,26 +355,36 @@ func (t *tier) rests(now time.Time) map[id.Request]bool {
 	return list
 }
 
-// victim is the request that the node would offload next; "" if there is none.
-// Requests that readers have leases on are none, nor those that have just come.
-func (t *tier) victim(skip func(id.Request) bool) id.Request {
-	now := time.Now()
+// victims are the requests that the node could offload, the first in front:
+// none that has just come. Nor may it be one that readers have leases on (spares).
+func (t *tier) victims(now time.Time) []manager.Victim {
 	rests := t.rests(now)
-	var best manager.Victim
-	for _, v := range t.node.manager.Victims() {
-		if rests[v.Request] || skip(v.Request) || v.Published != 0 && t.node.owner.isLeased(now, v.Published) {
-			continue
-		}
-		if best.Request == "" || t.before(v, best) {
-			best = v
-		}
-	}
-	return best.Request
+	list := slices.DeleteFunc(t.node.manager.Victims(), func(v manager.Victim) bool { return rests[v.Request] })
+	slices.SortFunc(list, t.compare)
+	return list
 }
 
-// before says whether a is offloaded before b: what is not published first, then
-// as arena.evict says.
-func (t *tier) before(a, b manager.Victim) bool {
+// spares says whether readers have leases on a victim.
+func (t *tier) spares(now time.Time, v manager.Victim) bool {
+	return v.Published != 0 && t.node.owner.isLeased(now, v.Published)
+}
+
+// victim is the request that the node would offload next.
+func (t *tier) victim() (_ id.Request, err error) {
+	if t.layout.Pages == 0 {
+		return "", manager.ErrNoHost
+	}
+	now := time.Now()
+	for _, v := range t.victims(now) {
+		if !t.spares(now, v) {
+			return v.Request, nil
+		}
+	}
+	return "", errNoVictim
+}
+
+// compare orders victims: what is not published first, then as arena.evict says.
+func (t *tier) compare(a, b manager.Victim) int {
 	published := func(v manager.Victim) int {
 		if v.Published != 0 {
 			return 1
@@ -386,7 +396,7 @@ func (t *tier) before(a, b manager.Victim) bool {
 	if t.evict == "pages" {
 		first, second = pages, active
 	}
-	return cmp.Or(cmp.Compare(published(a), published(b)), first, second, cmp.Compare(a.Request, b.Request)) < 0
+	return cmp.Or(cmp.Compare(published(a), published(b)), first, second, cmp.Compare(a.Request, b.Request))
 }
 
 // withRoom does what needs pages, and once more if they were too few and
@@ -427,25 +437,39 @@ func (n *Node) makeRoom(ctx context.Context, why string, need int, except ...id.
 	case <-ctx.Done():
 		return false
 	}
-	tried := slices.Clone(except)
-	for n.manager.Counts().Free < need {
-		r := t.victim(func(r id.Request) bool { return slices.Contains(tried, r) })
-		if r == "" {
-			return false
+	enough := func() bool { return n.manager.Counts().Free >= need }
+	if enough() { // somebody has made room meanwhile
+		return true
+	}
+	for _, v := range t.victims(time.Now()) {
+		if slices.Contains(except, v.Request) || t.spares(time.Now(), v) {
+			continue
 		}
-		tried = append(tried, r)
-		freed, err := t.offload(ctx, r)
+		name := n.nameOf(v.Request)
+		freed, err := t.offload(ctx, v.Request)
 		switch {
 		case ctx.Err() != nil:
 			return false
 		case err != nil:
-			n.log.Debug("victim stays", "request", string(r), "err", err)
+			n.log.Debug("victim stays", "request", string(name), "err", err)
 		case freed > 0:
 			n.metrics.evictions.WithLabelValues(why).Inc()
-			n.log.Info("offloaded to make room", "request", string(r), "pages", freed, "for", why)
+			n.log.Info("offloaded to make room", "request", string(name), "pages", freed, "for", why)
+		}
+		if enough() {
+			return true
 		}
 	}
-	return true
+	return false
+}
+
+// nameOf is what an engine called a request, or one that is kept.
+func (n *Node) nameOf(r id.Request) id.Request {
+	state, err := n.manager.Request(r)
+	if err != nil {
+		return r
+	}
+	return state.Request
 }
 
 // pauses are those between attempts, each longer than the one before.
@@ -494,9 +518,10 @@ func (n *Node) tell(all []news) {
 
 // offloaded ends an offload by the owner's rule: see [manager.Manager.Offloaded].
 // A publication whose pages have left ends, and another one goes on for it.
-func (o *owner) offloaded(now time.Time, r id.Request, i manager.MoveID) (freed int, said []news, err error) {
+func (o *owner) offloaded(now time.Time, i manager.MoveID) (freed int, said []news, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	r := o.manager.Moving(i)
 	out, err := o.manager.Offloaded(i)
 	if err != nil {
 		return 0, nil, err
@@ -511,21 +536,23 @@ func (o *owner) offloaded(now time.Time, r id.Request, i manager.MoveID) (freed 
 	return out.Freed, append(said, o.renewLocked(now, r)...), nil
 }
 
-// reloaded ends a reload. If the request is gone the move is abandoned, and the
-// error wraps errRemoved.
-func (o *owner) reloaded(now time.Time, r id.Request, i manager.MoveID) (said []news, err error) {
+// reloaded ends a reload of r. If the request is gone the move is abandoned, and
+// the error wraps errRemoved.
+func (o *owner) reloaded(now time.Time, i manager.MoveID) (r id.Request, said []news, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	r = o.manager.Moving(i)
 	if err := o.manager.Reloaded(i); err != nil {
-		return nil, errors.Join(errRemoved, o.manager.Abandon(i))
+		return "", nil, errors.Join(errRemoved, o.manager.Abandon(i))
 	}
-	return o.renewLocked(now, r), nil
+	return r, o.renewLocked(now, r), nil
 }
 
 // abandoned ends a move of which nothing counts.
-func (o *owner) abandoned(now time.Time, r id.Request, i manager.MoveID) (said []news) {
+func (o *owner) abandoned(now time.Time, i manager.MoveID) (said []news) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	r := o.manager.Moving(i)
 	_ = o.manager.Abandon(i) // it is known: nobody else ends moves
 	return o.renewLocked(now, r)
 }
@@ -535,18 +562,15 @@ func (o *owner) abandoned(now time.Time, r id.Request, i manager.MoveID) (said [
 // same readers, until the same time. The engine keeps the reference that it has.
 func (o *owner) goOnLocked(now time.Time, p *published) news {
 	o.letGoLocked(now, p)
-	value, err := o.manager.Publish(p.value.Request, p.value.Final)
-	var next *published
-	if err == nil {
-		next, err = o.openLocked(now, value.ID)
-	}
-	if err != nil { // nothing goes on
+	value, next := o.againLocked(now, p)
+	if next == nil {
+		_, _ = o.manager.Remove(p.kept, true) // if it is: nobody else would
 		const cause = "revoked"
 		o.ended[cause]++
 		return news{ends: []ending{{p, cause, o.holds.end(now, p.name.Sequence, cause)}}}
 	}
 	o.ended[holdOffloaded]++
-	next.target, next.session, next.given, next.created = p.target, p.session, p.given, p.created
+	next.target, next.session, next.given, next.created, next.kept = p.target, p.session, p.given, p.created, p.kept
 	next.value = within(value, p.value)
 	readers, _ := o.holds.succeed(now, p.name.Sequence, next.name.Sequence, p.seal)
 	p.session = nil // it is told when the other one ends
@@ -560,16 +584,55 @@ func (o *owner) goOnLocked(now time.Time, p *published) news {
 	return news{&offer{published: *next, full: announced.Full, readers: readers}, []ending{end}}
 }
 
+// againLocked publishes anew what p, which has been let go of, has offered; nil if
+// it can't: retention has let go of some of it, for example.
+func (o *owner) againLocked(now time.Time, p *published) (value manager.Publication, next *published) {
+	if state, err := o.manager.Request(p.handle()); err != nil || !holdsAll(state, p.value) {
+		return value, nil
+	}
+	value, err := o.manager.Publish(p.handle(), p.value.Final)
+	if err != nil {
+		return value, nil
+	}
+	if next, err = o.openLocked(now, value.ID); err != nil {
+		return value, nil
+	}
+	return value, next
+}
+
+// holdsAll says whether a request still has all that was published of it.
+func holdsAll(r manager.RequestState, p manager.Publication) bool {
+	return !slices.ContainsFunc(p.Streams, func(s manager.Stream) bool {
+		i := slices.IndexFunc(r.Streams, func(t manager.StreamState) bool { return t.Label == s.Label })
+		if i < 0 {
+			return true
+		}
+		start, prefix := 0, 0
+		if t := r.Streams[i]; t.Released > 0 {
+			start, prefix = t.Prefix+t.Released, t.Prefix
+		}
+		return start != s.Start || prefix != s.Prefix || r.Streams[i].Tokens < s.Tokens
+	})
+}
+
 // renewLocked announces a request's publication again if its tokens are elsewhere
-// than was said.
+// than was said. A final one that readers wait for, and that can't be given to
+// them any more, ends.
 func (o *owner) renewLocked(now time.Time, r id.Request) []news {
-	value, ok := o.manager.Republish(r)
-	if !ok {
+	state, err := o.manager.Request(r)
+	if err != nil {
 		return nil
 	}
-	p := o.published[value.ID]
+	p := o.published[state.Published]
 	if p == nil {
 		return nil
+	}
+	value, ok := o.manager.Republish(r)
+	switch {
+	case !ok && state.Final && away(p.value):
+		return []news{{ends: o.unsealLocked(now, []manager.PublicationID{p.id}, "revoked")}}
+	case !ok:
+		return nil // what is on the device stays there for its readers, or the engine publishes again
 	}
 	if value = within(value, p.value); same(value, p.value) {
 		return nil
@@ -599,19 +662,6 @@ func within(p, before manager.Publication) manager.Publication {
 	return p
 }
 
-// promised says whether readers may still want a SEALED publication of the
-// request, whose tokens are not on the device.
-func (o *owner) promised(r id.Request) bool {
-	state, err := o.manager.Request(r)
-	if err != nil || !state.Final {
-		return false
-	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	p := o.published[state.Published]
-	return p != nil && away(p.value)
-}
-
 // same says that two publications of the same lengths are in the same place.
 func same(a, b manager.Publication) bool {
 	return slices.EqualFunc(a.Streams, b.Streams, func(x, y manager.Stream) bool {
@@ -624,16 +674,27 @@ func away(p manager.Publication) bool {
 	return slices.ContainsFunc(p.Streams, func(s manager.Stream) bool { return s.State != manager.Resident })
 }
 
-// away lists the requests of those publications whose tokens are not on the device.
+// away lists the requests of those publications whose tokens are not on the
+// device, those that are kept by their keys.
 func (o *owner) away(names []id.Sequence) (requests []id.Request) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, s := range names {
 		if p := o.bySeq[s]; p != nil && away(p.value) {
-			requests = append(requests, p.value.Request)
+			requests = append(requests, p.handle())
 		}
 	}
 	return requests
+}
+
+// sequence is what a publication is called by; 0 if it has ended.
+func (o *owner) sequence(i manager.PublicationID) id.Sequence {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if p := o.published[i]; p != nil {
+		return p.name.Sequence
+	}
+	return 0
 }
 
 // isAwaited says whether readers have leases on tokens of the request that are
@@ -674,7 +735,7 @@ func (e engineService) Offload(ctx context.Context, req *kvferrypb.OffloadReques
 	if err != nil {
 		return nil, err
 	}
-	return &kvferrypb.OffloadResponse{Freed: uint32(freed)}, nil
+	return &kvferrypb.OffloadResponse{Freed: uint32(freed), Request: string(r)}, nil
 }
 
 func (e engineService) Reload(ctx context.Context, req *kvferrypb.ReloadRequest) (*kvferrypb.ReloadResponse, error) {
@@ -713,19 +774,21 @@ func (e engineService) Reclaimable(ctx context.Context, req *kvferrypb.Reclaimab
 func (a adminService) Offload(ctx context.Context, req *kvferrypb.AdminOffloadRequest) (*kvferrypb.OffloadResponse, error) {
 	r := id.Request(req.GetRequest())
 	if r == "" {
-		if r = a.node.tier.victim(func(id.Request) bool { return false }); r == "" {
-			return nil, errNoVictim
+		var err error
+		if r, err = a.node.tier.victim(); err != nil {
+			return nil, fmt.Errorf("offload: %w", err)
 		}
 	}
+	name := a.node.nameOf(r)
 	freed, err := a.node.tier.offload(ctx, r)
 	if err != nil {
 		return nil, err
 	}
-	return &kvferrypb.OffloadResponse{Freed: uint32(freed)}, nil
+	return &kvferrypb.OffloadResponse{Freed: uint32(freed), Request: string(name)}, nil
 }
 
 // errNoVictim: no request could be offloaded without taking it from somebody.
-var errNoVictim = fmt.Errorf("no request can be offloaded: %w", manager.ErrUnknownRequest)
+var errNoVictim = errors.New("no request has pages that it could do without")
 
 func (a adminService) Reload(ctx context.Context, req *kvferrypb.AdminReloadRequest) (*kvferrypb.ReloadResponse, error) {
 	pages, err := a.node.tier.reload(ctx, id.Request(req.GetRequest()))

@@ -4,16 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
@@ -234,13 +231,17 @@ func TestHostTierSaysWhatItCannot(t *testing.T) {
 	bare.write("r1", 8)
 	_, err := bare.Offload(bare.ctx(), &kvferrypb.OffloadRequest{Request: "r1"})
 	code(t, "no host tier", err, kvferrypb.Failure_INVALID)
+	_, err = bare.client.Admin().Offload(bare.ctx(), &kvferrypb.AdminOffloadRequest{})
+	code(t, "no host tier to choose for", err, kvferrypb.Failure_INVALID)
 
 	n, _ := startHosted(t, "n", nil, [2]string{"arena.host_pages", "2"})
 	e := openEngine(t, n)
 	_, err = e.Offload(e.ctx(), &kvferrypb.OffloadRequest{Request: "r1"})
 	code(t, "no such request", err, kvferrypb.Failure_NOT_FOUND)
 	_, err = n.admin.Offload(e.ctx(), &kvferrypb.AdminOffloadRequest{})
-	code(t, "no victim", err, kvferrypb.Failure_NOT_FOUND)
+	if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_NOT_FOUND || !strings.Contains(f.GetRemedy(), "kvferry arena") {
+		t.Errorf("no victim: %v", f)
+	}
 	e.ingest("r1", "main", "cfg")
 	e.write("r1", 16, "main")
 	e.write("r1", 17, "cfg")
@@ -347,7 +348,8 @@ func TestMoveThatFails(t *testing.T) {
 func TestWhatEndsWhileItMoves(t *testing.T) {
 	for _, direction := range []string{"offload", "reload"} {
 		for what, end := range map[string]func(n *member, e *engine){
-			"remove": func(_ *member, e *engine) { e.discard("r1") }, // without, it waits
+			"discard": func(_ *member, e *engine) { e.discard("r1") },
+			"remove":  func(_ *member, e *engine) { e.remove("r1") },
 			"reset": func(_ *member, e *engine) {
 				if _, err := e.Reset(e.ctx(), &kvferrypb.ResetRequest{Request: "r1", Free: true}); err != nil {
 					e.t.Error(err)
@@ -355,7 +357,7 @@ func TestWhatEndsWhileItMoves(t *testing.T) {
 				e.write("r1", 30)
 			},
 			"remove and again": func(_ *member, e *engine) {
-				e.discard("r1")
+				e.remove("r1")
 				e.ingest("r1")
 				e.write("r1", 30)
 			},
@@ -653,50 +655,134 @@ func TestReadersOfWhatGoesOn(t *testing.T) {
 	}
 }
 
-// TestRemovedOnTheHost: a request that is removed on the host is brought back for
-// the readers of what it has published as final. Where there is no room, or it is
-// taken back, they hear that.
+// TestRemovedOnTheHost: what was published as final is kept for its readers when
+// its request is removed on the host, whether there is room for it or not and
+// whatever becomes of the id, and is brought back for who reads it. Where it is
+// taken back they hear that.
 func TestRemovedOnTheHost(t *testing.T) {
+	full := func(p *engine) (step uint64) {
+		p.ingest("r2")
+		res, err := p.Admit(p.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("r2", "", 7*8)}})
+		if err != nil {
+			p.t.Fatal(err)
+		}
+		return res.GetStep()
+	}
 	for name, tt := range map[string]struct {
-		end  func(p *engine)
-		want kvferrypb.Failure_Code
+		end   func(p *engine) (then func())
+		after func(p *engine)
+		want  kvferrypb.Failure_Code
 	}{
-		"removed": {end: func(p *engine) { p.remove("r1") }},
-		"discarded": {want: kvferrypb.Failure_REVOKED, end: func(p *engine) {
-			p.discard("r1")
+		"removed": {end: func(p *engine) func() {
+			p.remove("r1")
+			return nil
 		}},
-		"its session has ended": {want: kvferrypb.Failure_REVOKED, end: func(p *engine) { p.Close() }},
-		"without room": {want: kvferrypb.Failure_REVOKED, end: func(p *engine) {
-			p.ingest("r2")
-			if _, err := p.Admit(p.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("r2", "", 63*8)}}); err != nil {
-				p.t.Fatal(err)
+		"its session has ended": {end: func(p *engine) func() {
+			p.Close()
+			return nil
+		}},
+		"discarded": {want: kvferrypb.Failure_REVOKED, end: func(p *engine) func() {
+			p.discard("r1")
+			return nil
+		}},
+		"without room": {end: func(p *engine) func() {
+			step := full(p)
+			p.remove("r1")
+			return func() {
+				if _, err := p.Abort(p.ctx(), &kvferrypb.AbortRequest{Step: step}); err != nil {
+					p.t.Error(err)
+				}
+			}
+		}, after: func(p *engine) { p.remove("r2") }},
+		"with another life of its id": {end: func(p *engine) func() {
+			p.remove("r1")
+			p.ingest("r1")
+			p.write("r1", 7*8) // and no room
+			return nil
+		}, after: func(p *engine) {
+			p.reload("r1") // it has made room
+			if got := p.verify("r1", "main"); got != 56 {
+				p.t.Errorf("%d tokens of the next life", got)
 			}
 			p.remove("r1")
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			prefill, decode, _ := startHostedPair(t)
+			prefill, decode, _ := startHostedPair(t, [2]string{"arena.pages", "8"})
 			p, d := openEngine(t, prefill), openEngine(t, decode)
 			p.ingest("r1")
 			d.ingest("r1")
 			p.write("r1", 36)
 			p.offload("r1")
 			reference := p.publish("r1", true, to("decode")).GetReference()
-			tt.end(p)
-			if res, err := d.retrieve("r1", reference, 0, deadline); client.CodeOf(err) != tt.want || err == nil && res.GetReadiness() != kvferrypb.Readiness_READY {
-				t.Errorf("%v, %v, want %v", res, err, tt.want)
-			} else if err == nil {
-				d.verify("r1", "main")
+			then := tt.end(p)
+			done := d.retrieving("r1", reference, 0)
+			if then != nil {
+				await(t, "the lease", func(context.Context) error {
+					if i := prefill.publications(t)[0]; i.GetLeases() == 0 {
+						return fmt.Errorf("%v", i)
+					}
+					return nil
+				})
+				then()
 			}
-			if name == "without room" {
-				p.Close()
+			select {
+			case got := <-done:
+				if client.CodeOf(got.err) != tt.want || got.err == nil && got.res.GetReadiness() != kvferrypb.Readiness_READY {
+					t.Fatalf("%v, %v, want %v", got.res, got.err, tt.want)
+				} else if got.err == nil && d.verify("r1", "main") != 36 {
+					t.Error("it has not all come")
+				}
+			case <-time.After(deadline):
+				t.Fatal("it hangs")
+			}
+			if tt.after != nil {
+				tt.after(p)
 			}
 			awaitNothing(t, prefill)
 		})
 	}
 }
 
-// TestRemovedWhileItIsBroughtBack: it waits for the copy, and the reader has it.
+// TestPeopleSeeWhatIsKept: a request that was removed, and why it is still there.
+func TestPeopleSeeWhatIsKept(t *testing.T) {
+	n, _ := startHosted(t, "n", nil)
+	e := openEngine(t, n)
+	e.ingest("r1")
+	e.write("r1", 12)
+	e.offload("r1")
+	name := e.publish("r1", true).GetPublication()
+	e.remove("r1")
+	state := func() string {
+		res, err := n.admin.Arena(t.Context(), &kvferrypb.ArenaRequest{})
+		if err != nil || len(res.GetItems()) != 1 {
+			t.Fatalf("%v, %v", res, err)
+		}
+		return res.GetItems()[0].GetRequest() + ": " + res.GetItems()[0].GetState()
+	}
+	if got, want := state(), fmt.Sprintf("r1: on host (removed, kept for publication %d)", name); got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if _, err := n.admin.Revoke(t.Context(), &kvferrypb.RevokeRequest{Publication: name}); err != nil {
+		t.Error(err)
+	}
+	awaitNothing(t, n)
+
+	e.ingest("r1")
+	e.write("r1", 12)
+	e.publish("r1", true)
+	e.offload("r1")
+	e.remove("r1")
+	publications := n.publications(t)
+	d := openEngine(t, startNode(t, "decode", n))
+	d.ingest("r1")
+	if res, err := d.retrieve("r1", publications[0].GetReference(), 0, deadline); err != nil || res.GetReadiness() != kvferrypb.Readiness_READY {
+		t.Errorf("%v, %v", res, err)
+	}
+	awaitNothing(t, n)
+}
+
+// TestRemovedWhileItIsBroughtBack: nobody waits for the copy, and the reader has it.
 func TestRemovedWhileItIsBroughtBack(t *testing.T) {
 	prefill, decode, c := startHostedPair(t)
 	p, d := openEngine(t, prefill), openEngine(t, decode)
@@ -708,13 +794,12 @@ func TestRemovedWhileItIsBroughtBack(t *testing.T) {
 	p.publish("r1", true, to("decode"))
 	done := d.retrieving("r1", "", 0)
 	<-s.came // for the reader
-	removed := make(chan error, 1)
-	go func() {
-		_, err := p.Remove(p.ctx(), &kvferrypb.RemoveRequest{Request: "r1"})
-		removed <- err
-	}()
+	p.remove("r1")
+	res, err := prefill.admin.Page(t.Context(), &kvferrypb.PageRequest{Page: 6})
+	if want := "it was removed, kept for publication "; err != nil || !strings.Contains(res.GetWhy(), want) || res.GetRequest() != "r1" {
+		t.Errorf("%v, %v", res, err)
+	}
 	close(s.pass)
-	awaitCode(t, "remove", removed, kvferrypb.Failure_UNSPECIFIED)
 	select {
 	case got := <-done:
 		if got.err != nil || got.res.GetReadiness() != kvferrypb.Readiness_READY {
@@ -724,6 +809,48 @@ func TestRemovedWhileItIsBroughtBack(t *testing.T) {
 		t.Fatal("it hangs")
 	}
 	d.verify("r1", "main")
+	awaitNothing(t, prefill)
+}
+
+// TestRemovedWhileItWaitsForRoom: its reader has a lease that need not be renewed
+// for it to come back when there is room.
+func TestRemovedWhileItWaitsForRoom(t *testing.T) {
+	long := [][2]string{{"timers.lease", "2h"}, {"timers.max_hold", "3h"}, {"timers.lease_renew", "1h"}}
+	prefill, _ := startHosted(t, "prefill", nil, append(long, [2]string{"arena.pages", "8"})...)
+	decode := startNode(t, "decode", prefill, long...)
+	awaitPeers(t, prefill, decode)
+	p, d := openEngine(t, prefill), openEngine(t, decode)
+	p.ingest("r1")
+	p.ingest("r2")
+	d.ingest("r1")
+	p.write("r1", 36)
+	p.offload("r1")
+	step, err := p.Admit(p.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("r2", "", 7*8)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.publish("r1", true, to("decode"))
+	done := d.retrieving("r1", "", 0)
+	await(t, "the lease", func(context.Context) error {
+		if i := prefill.publications(t)[0]; i.GetLeases() == 0 {
+			return fmt.Errorf("%v", i)
+		}
+		return nil
+	})
+	p.remove("r1")
+	if _, err := p.Abort(p.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()}); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case got := <-done:
+		if got.err != nil || got.res.GetReadiness() != kvferrypb.Readiness_READY {
+			t.Fatalf("%v, %v", got.res, got.err)
+		}
+	case <-time.After(deadline):
+		t.Fatal("it hangs")
+	}
+	d.verify("r1", "main")
+	p.remove("r2")
 	awaitNothing(t, prefill)
 }
 
@@ -857,7 +984,7 @@ func TestRetrieveBringsBack(t *testing.T) {
 func TestVictims(t *testing.T) {
 	for name, tt := range map[string]struct {
 		evict   string
-		prepare func(e *engine, decode *engine)
+		prepare func(n *member, e, decode *engine)
 		admit   string // nine pages, which lack three
 		want    []string
 		code    kvferrypb.Failure_Code
@@ -866,25 +993,31 @@ func TestVictims(t *testing.T) {
 		"most pages":            {evict: "pages", want: []string{"c"}},
 		"nobody":                {evict: "never", code: kvferrypb.Failure_RESOURCE_EXHAUSTED},
 		"not the one that asks": {evict: "recent", admit: "a", want: []string{"b"}},
-		"the published last": {evict: "recent", prepare: func(e, _ *engine) {
+		"the published last": {evict: "recent", prepare: func(_ *member, e, _ *engine) {
 			e.publish("a", true)
 			e.publish("b", true)
 		}, want: []string{"c"}},
-		"the published, if there is nothing else": {evict: "recent", prepare: func(e, _ *engine) {
+		"the published, if there is nothing else": {evict: "recent", prepare: func(_ *member, e, _ *engine) {
 			for _, r := range []string{"c", "b", "a"} {
 				e.publish(r, true)
 			}
 		}, want: []string{"c"}},
-		"not one that is read": {evict: "recent", prepare: func(e, d *engine) {
+		"not one that is read": {evict: "recent", prepare: func(n *member, e, d *engine) {
 			e.publish("a", false, to("decode"))
 			d.ingest("a")
 			if _, err := d.retrieve("a", "", 24, deadline); err != nil {
 				d.t.Fatal(err)
 			}
+			await(d.t, "the owner to know of it", func(context.Context) error { // nothing waits for a lease
+				if n.publications(d.t)[0].GetLeases() == 0 {
+					return errors.New("no lease")
+				}
+				return nil
+			})
 			e.publish("b", true)
 			e.publish("c", true)
 		}, want: []string{"b"}},
-		"not one in flight": {evict: "recent", prepare: func(e, _ *engine) {
+		"not one in flight": {evict: "recent", prepare: func(_ *member, e, _ *engine) {
 			if _, err := e.Admit(e.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("a", "", 0)}}); err != nil {
 				e.t.Fatal(err)
 			}
@@ -900,7 +1033,7 @@ func TestVictims(t *testing.T) {
 			e.write("b", 3*8)
 			e.write("c", 4*8)
 			if tt.prepare != nil {
-				tt.prepare(e, d)
+				tt.prepare(n, e, d)
 			}
 			r := tt.admit
 			if r == "" {
@@ -920,27 +1053,6 @@ func TestVictims(t *testing.T) {
 			}
 		})
 	}
-}
-
-// TestWhatHasJustComeIsNoVictim: else who brings it back does so for nothing.
-func TestWhatHasJustComeIsNoVictim(t *testing.T) {
-	n, _ := startHosted(t, "n", nil, [2]string{"arena.evict", "pages"}, [2]string{"arena.pages", "8"}, [2]string{"timers.backoff_max", "1h"})
-	e := openEngine(t, n)
-	e.ingest("a")
-	e.ingest("b")
-	e.write("a", 5*8)
-	e.write("b", 5*8) // a makes room
-	if !e.offloaded("a") {
-		t.Fatal("a is here")
-	}
-	e.reload("a") // b makes room
-	_, err := e.Reload(e.ctx(), &kvferrypb.ReloadRequest{Request: "b"})
-	if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_RESOURCE_EXHAUSTED || f.GetPagesShort() != 3 {
-		t.Errorf("b comes back: %v", err)
-	}
-	e.remove("a")
-	e.reload("b")
-	e.verify("b", "main")
 }
 
 // TestPeopleSee the host tier: pages, states, and why.
@@ -980,7 +1092,7 @@ func TestPeopleSee(t *testing.T) {
 	done := make(chan error, 1)
 	go func() {
 		res, err := n.admin.Offload(e.ctx(), &kvferrypb.AdminOffloadRequest{}) // there is only one
-		if err == nil && res.GetFreed() != 4 {
+		if err == nil && (res.GetFreed() != 4 || res.GetRequest() != "r1") {
 			err = fmt.Errorf("%v", res)
 		}
 		done <- err
@@ -1031,118 +1143,49 @@ func TestHostTierThatCannotBeHad(t *testing.T) {
 	}
 }
 
-// TestHostTierUnderStress lets engines on three nodes offload, reload, publish,
-// retrieve, and remove at random, where arenas are too small for all. What is
-// ready has the right bytes, nothing hangs, and at the end every page is free.
-func TestHostTierUnderStress(t *testing.T) {
-	set := [][2]string{
-		{"arena.pages", "24"},
-		{"arena.host_pages", "48"},
-		{"timers.hold", "500ms"},
-		{"timers.lease", "400ms"},
-		{"timers.lease_renew", "100ms"},
-		{"timers.backoff_min", "1ms"},
-		{"timers.backoff_max", "10ms"},
+// BenchmarkHostTier moves a request of 256 MiB to the host and back, beside a copy
+// of as many bytes in one piece.
+func BenchmarkHostTier(b *testing.B) {
+	const pages, pageBytes = 128, 2 << 20
+	n, _ := startHosted(b, "n", nil, [2]string{"arena.pages", fmt.Sprint(pages + 1)}, [2]string{"arena.host_pages", fmt.Sprint(pages)},
+		[2]string{"arena.page_size", "16"}, [2]string{"arena.layers", "32"}, [2]string{"arena.heads", "8"}, [2]string{"arena.head_dim", "128"})
+	e := openEngine(b, n)
+	e.ingest("r1")
+	step, err := e.Admit(e.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("r1", "", pages*16)}})
+	if err != nil {
+		b.Fatal(err)
 	}
-	var nodes []*member
-	for i, evict := range []string{"recent", "pages", "never"} {
-		var seed *member
-		if i > 0 {
-			seed = nodes[0]
-		}
-		n, _ := startHosted(t, fmt.Sprint("node-", i), seed, append(set, [2]string{"arena.evict", evict})...)
-		nodes = append(nodes, n)
+	if _, err := e.Commit(e.ctx(), &kvferrypb.CommitRequest{Step: step.GetStep()}); err != nil {
+		b.Fatal(err)
 	}
-	awaitPeers(t, nodes...)
-	end := time.Now().Add(*soak)
-	var work sync.WaitGroup
-	var ready, moved atomic.Int64
-	for i, n := range nodes {
-		for j := range 2 {
-			e := openEngine(t, n)
-			work.Go(func() {
-				m := &mover{engine: e, node: i, seat: j, rng: rand.New(rand.NewPCG(uint64(i), uint64(j)))}
-				for time.Now().Before(end) && !t.Failed() {
-					m.act()
+	e.offload("r1") // both sides have been touched
+	e.reload("r1")
+	for _, direction := range []string{"offload", "reload"} {
+		b.Run(direction, func(b *testing.B) {
+			b.SetBytes(pages * pageBytes)
+			for b.Loop() {
+				if direction == "offload" {
+					e.offload("r1")
 				}
-				ready.Add(m.ready)
-				moved.Add(m.moved)
-				if err := e.Close(); err != nil {
-					t.Error(err)
+				b.StopTimer()
+				if direction == "reload" {
+					e.offload("r1")
+				} else {
+					e.reload("r1")
 				}
-			})
-		}
-	}
-	work.Wait()
-	for _, n := range nodes {
-		awaitNothing(t, n)
-	}
-	t.Logf("%d times ready, %d moves", ready.Load(), moved.Load())
-	if ready.Load() == 0 || moved.Load() == 0 {
-		t.Error("nothing was ever ready, or moved: the test shows nothing")
-	}
-}
-
-// mover is an engine without a plan; a request's name says whose it is.
-type mover struct {
-	*engine
-	node, seat   int
-	rng          *rand.Rand
-	ready, moved int64
-}
-
-func (m *mover) check(what string, err error) bool {
-	if err != nil && !allowed[client.CodeOf(err)] && client.CodeOf(err) != kvferrypb.Failure_OFFLOADING {
-		m.t.Errorf("node %d seat %d: %s: %v", m.node, m.seat, what, err)
-	}
-	return err == nil
-}
-
-func (m *mover) act() {
-	mine := fmt.Sprintf("%d-%d-%d", m.node, m.seat, m.rng.IntN(3))
-	theirs := fmt.Sprintf("%d-%d-%d", (m.node+1+m.rng.IntN(2))%3, m.seat, m.rng.IntN(3))
-	any := []string{mine, theirs}[m.rng.IntN(2)]
-	switch m.rng.IntN(14) {
-	case 0, 1, 2:
-		_, err := m.Ingest(m.ctx(), &kvferrypb.IngestRequest{Request: mine})
-		m.check("ingest", err)
-		m.check("write", m.tryWrite(mine, 1+m.rng.IntN(40)))
-	case 3, 4:
-		_, err := m.Publish(m.ctx(), &kvferrypb.PublishRequest{Request: mine, Final: m.rng.IntN(2) == 0, Target: fmt.Sprint("node-", m.rng.IntN(3))})
-		m.check("publish", err)
-	case 5, 6:
-		res, err := m.Offload(m.ctx(), &kvferrypb.OffloadRequest{Request: any})
-		if m.check("offload", err) && res.GetFreed() > 0 {
-			m.moved++
-		}
-	case 7:
-		_, err := m.Reload(m.ctx(), &kvferrypb.ReloadRequest{Request: any})
-		m.check("reload", err)
-	case 8, 9, 10, 11:
-		_, err := m.Ingest(m.ctx(), &kvferrypb.IngestRequest{Request: theirs})
-		m.check("ingest", err)
-		res, err := m.AdmitRetrieve(m.ctx(), &kvferrypb.AdmitRetrieveRequest{
-			Request: theirs, MinTokens: uint32(m.rng.IntN(2)), Wait: durationpb.New(time.Duration(m.rng.IntN(40)) * time.Millisecond),
+				b.StartTimer()
+				if direction == "reload" {
+					e.reload("r1")
+				}
+			}
 		})
-		if m.check("retrieve", err) && res.GetReadiness() == kvferrypb.Readiness_READY {
-			m.ready++
-			m.look(theirs)
+	}
+	b.Run("memcpy", func(b *testing.B) {
+		from, to := e.arenas[0].Bytes(), make([]byte, pages*pageBytes)
+		copy(to, from)
+		b.SetBytes(pages * pageBytes)
+		for b.Loop() {
+			copy(to, from)
 		}
-	case 12:
-		_, err := m.Remove(m.ctx(), &kvferrypb.RemoveRequest{Request: any, Discard: m.rng.IntN(3) == 0})
-		m.check("remove", err)
-	case 13:
-		m.look(any)
-	}
-}
-
-// look checks every byte of a request, if it can be looked at.
-func (m *mover) look(r string) {
-	step, err := m.Admit(m.ctx(), &kvferrypb.AdmitRequest{Plan: true, Segments: []*kvferrypb.Segment{{Request: r}}})
-	if !m.check("look", err) {
-		return
-	}
-	m.compare(r, "main", step.GetPlans()[0])
-	_, err = m.Abort(m.ctx(), &kvferrypb.AbortRequest{Step: step.GetStep()})
-	m.check("abort", err)
+	})
 }

@@ -25,6 +25,7 @@ type metrics struct {
 	retrieveSeconds  *prometheus.HistogramVec
 	chunkBytes       prometheus.Histogram
 	stale            *prometheus.CounterVec
+	verified         *prometheus.CounterVec
 	acks             *prometheus.CounterVec
 	renewals         *prometheus.CounterVec
 	leaseSlack       prometheus.Histogram
@@ -70,6 +71,7 @@ func newMetrics(n *Node) *metrics {
 	}, []string{"phase"})
 	m.registry.MustRegister(m.retrieveSeconds)
 	m.chunkBytes = histogram("read_chunk_bytes", "Bytes of one contiguous copy.", prometheus.ExponentialBuckets(256, 4, 12))
+	m.verified = counter("verified_pages_total", "Pages compared with their owner's checksums, or not, by result.", "result")
 	m.stale = counter("stale_reads_total", "Reads that ended stale, by who noticed.", "where")
 	m.acks = counter("acks_sent_total", "Acknowledgements of ours that did not reach the owner.", "result")
 	m.renewals = counter("lease_requests_total", "Leases asked for and renewed here, by the owner's answer.", "result")
@@ -105,6 +107,7 @@ func newMetrics(n *Node) *metrics {
 	}
 	for vec, values := range map[*prometheus.CounterVec][]string{
 		m.evictions: {forAdmit, forRetrieve, forReload},
+		m.verified:  {"good", "bad", "unknown"},
 		m.stale:     {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
 		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "push", "push_pull"},
 		m.rejects: {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"}, // of page.Difference

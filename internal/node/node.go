@@ -283,12 +283,15 @@ func (n *Node) awaitJoined() {
 func (n *Node) remove(r id.Request, discard bool, outcome kvferrypb.CompleteItem_Outcome) error {
 	// As one, so that nothing of the next life of the id is ended.
 	n.sessions.mu.Lock()
-	ends, err := n.owner.remove(time.Now(), r, discard)
+	ends, kept, err := n.owner.remove(time.Now(), r, discard)
 	delete(n.sessions.requests, r)
 	f, _ := n.follows.detach(r, errRemoved)
 	n.sessions.mu.Unlock()
 	f.abandon(outcome)
 	n.announceEnds(ends)
+	if kept != "" {
+		n.tier.wish(kept) // its readers may be waiting already
+	}
 	return err
 }
 

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 )
@@ -42,12 +43,21 @@ func (a adminService) Page(_ context.Context, req *kvferrypb.PageRequest) (*kvfe
 		}
 		res.Publications = append(res.Publications, i)
 	}
-	res.Why = why(s)
+	res.Why = why(s, n.keptFor(s.Kept))
 	return res, nil
 }
 
-// why is a page's state in one line for people.
-func why(s manager.PageState) string {
+// keptFor says for people why a request is there that was removed; "" if it was not.
+func (n *Node) keptFor(kept id.Request) string {
+	state, err := n.manager.Request(kept)
+	if err != nil || kept == "" {
+		return ""
+	}
+	return fmt.Sprintf("removed, kept for publication %d", n.owner.sequence(state.Published))
+}
+
+// why is a page's state in one line for people. kept is of its request.
+func why(s manager.PageState, kept string) string {
 	var parts []string
 	add := func(is bool, format string, args ...any) {
 		if is {
@@ -68,6 +78,7 @@ func why(s manager.PageState) string {
 	add(s.Place == "quarantine" && s.Retrieval == 0 && s.Move == 0 && s.Step == 0, "something may still write it")
 	add(owned && s.Tokens > 0, "request %q has tokens %d to %d of %q in it", s.Request, s.First, s.First+s.Tokens-1, s.Label)
 	add(owned && s.Tokens == 0 && s.Request != "", "request %q keeps it in reserve for %q", s.Request, s.Label)
+	add(owned && kept != "", "it was %s", kept)
 	add(owned && s.Request == "", "a request that is gone had it reserved")
 	add(owned && len(s.Publications) > 0, "%s", publications)
 	add(owned && s.Retrieval != 0, "a retrieval reads into it")

@@ -288,6 +288,14 @@ func (ps *peers) byLife(l id.Life) *peer {
 	return nil
 }
 
+// groupOf is the group that a life says it is of; "" of one that is not here.
+func (ps *peers) groupOf(l id.Life) id.Group {
+	if p := ps.byLife(l); p != nil {
+		return p.member.Meta.Group
+	}
+	return ""
+}
+
 func (ps *peers) all() []*peer {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
@@ -603,6 +611,7 @@ func (p *peer) lease(batch []receipt) error {
 			}
 		case refusedFull:
 		default:
+			p.node.board.Forget(batch[i].follow.source) // gossip may be behind
 			batch[i].follow.refuse(why)
 		}
 		p.node.metrics.renewal(r.GetRefused())

@@ -33,7 +33,8 @@ type owner struct {
 	seals   *memory.SealTable
 	holds   *holds
 	keyring *keyring // signs references
-	most    int      // live publications
+	sums    *sums
+	most    int // live publications
 
 	mu        sync.Mutex
 	published map[manager.PublicationID]*published
@@ -52,8 +53,12 @@ type published struct {
 	given    string              // reference, as given out last
 	target   id.Node             // that is to read it; "": nobody in particular
 	session  *session            // who is told when it ends; nil: nobody
+	kept     id.Request          // what its request is called by, once that was removed and is kept for it
 	created  time.Time
 }
+
+// handle is what the manager calls its request by.
+func (p *published) handle() id.Request { return cmp.Or(p.kept, p.value.Request) }
 
 // ending is a publication that has just ended.
 type ending struct {
@@ -73,7 +78,7 @@ type publishOptions struct {
 // newOwner takes a log and holds that have room for most publications.
 func newOwner(m *manager.Manager, log *publish.Log, seals *memory.SealTable, h *holds, k *keyring, most int) *owner {
 	return &owner{
-		manager: m, log: log, seals: seals, holds: h, keyring: k, most: most,
+		manager: m, log: log, seals: seals, holds: h, keyring: k, sums: newSums(), most: most,
 		published: make(map[manager.PublicationID]*published),
 		bySeq:     make(map[id.Sequence]*published),
 		ended:     make(map[string]uint64),
@@ -163,17 +168,18 @@ func (o *owner) failLocked(now time.Time, p *published, err error) (offer, error
 	return offer{ends: o.unsealLocked(now, []manager.PublicationID{p.id}, cause)}, err
 }
 
-// remove ends a request; see [manager.Manager.Remove].
-func (o *owner) remove(now time.Time, r id.Request, discard bool) ([]ending, error) {
+// remove ends a request; see [manager.Manager.Remove]. kept is its key if it is
+// kept for its readers.
+func (o *owner) remove(now time.Time, r id.Request, discard bool) (ends []ending, kept id.Request, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	removed, err := o.manager.Remove(r, discard)
 	for _, i := range removed.Lives {
-		if p := o.published[i]; p != nil && away(p.value) { // its tokens are gone
-			removed.Unseal = append(removed.Unseal, i)
+		if p := o.published[i]; p != nil {
+			p.kept = removed.Kept
 		}
 	}
-	return o.unsealLocked(now, removed.Unseal, "revoked"), err
+	return o.unsealLocked(now, removed.Unseal, "revoked"), removed.Kept, err
 }
 
 // reset empties a request; see [manager.Manager.Reset].
@@ -257,6 +263,7 @@ func (o *owner) letGoLocked(now time.Time, p *published) {
 	o.manager.Unsealed(p.id)
 	delete(o.published, p.id)
 	delete(o.bySeq, p.name.Sequence)
+	o.sums.drop(p.name.Sequence)
 }
 
 // find returns a live publication of ours for a peer, with all its pages, or the
@@ -393,9 +400,11 @@ func (n *Node) publish(s *session, r id.Request, po publishOptions) (published, 
 	return o.published, nil
 }
 
-// push is the fast way of an announcement to who is to read it; gossip reaches
-// everybody else, and them too if the push is lost.
+// push is the fast way of an announcement to who is to read it, once the
+// checksums are made; gossip reaches everybody else, and them too if the push is
+// lost.
 func (n *Node) push(o offer) {
+	n.sum(o.published)
 	item := pushItem{announcement: o.full, sequence: o.sequence, request: o.value.Request}
 	target := n.peers.target(o.target)
 	if target != nil {

@@ -97,7 +97,7 @@ func TestOwnersRule(t *testing.T) {
 	reader := reader{life: id.Life{Node: "beta", Incarnation: 1}, attempt: 1}
 	for name, end := range map[string]func(t *testing.T, o *owner, p published) (ends []ending, cause string){
 		"removed": func(t *testing.T, o *owner, p published) ([]ending, string) {
-			ends, err := o.remove(time.Now(), "r1", true)
+			ends, _, err := o.remove(time.Now(), "r1", true)
 			if err != nil {
 				t.Error(err)
 			}
@@ -161,7 +161,7 @@ func TestOwnersRule(t *testing.T) {
 					t.Error("announced, and the word is not set")
 				}
 				if name != "reset" && name != "removed" {
-					if _, err := o.remove(time.Now(), "r1", false); err != nil {
+					if _, _, err := o.remove(time.Now(), "r1", false); err != nil {
 						t.Fatal(err)
 					}
 					if c := o.manager.Counts(); c.Limbo != 3 || !o.sealed(t, p.seal) {

@@ -16,9 +16,11 @@ import (
 )
 
 // TestStress lets eight engines on three nodes do at random whatever engines
-// may do, over transports that fail. What a reader is told is ready must be one
-// publish, whole, what an owner has written must be there, and at the end every
-// page of every node is free and nothing runs.
+// may do, over transports that fail, in arenas that are too small for all, so
+// that requests also go to the host and come back. What a reader is told is ready
+// must be one publish, whole, what an owner has written must be there, wherever it
+// has been meanwhile, and at the end every page of every node is free, those of the
+// hosts included, and nothing runs.
 func TestStress(t *testing.T) {
 	set := [][2]string{
 		{"timers.lease", "400ms"},
@@ -27,10 +29,11 @@ func TestStress(t *testing.T) {
 		{"timers.stall", "200ms"},
 		{"timers.backoff_min", "1ms"},
 		{"timers.backoff_max", "10ms"},
-		{"arena.pages", "48"},
+		{"arena.pages", "28"},
+		{"arena.host_pages", "40"},
 	}
 	var nodes []*member
-	for i := range 3 {
+	for i, evict := range []string{"recent", "pages", "never"} {
 		var seed *member
 		if i > 0 {
 			seed = nodes[0]
@@ -49,7 +52,7 @@ func TestStress(t *testing.T) {
 				return transfertest.Fault{}
 			}
 		})
-		nodes = append(nodes, startWith(t, configure(t, fmt.Sprintf("node-%d", i), seed, set...), wrap))
+		nodes = append(nodes, startWith(t, configure(t, fmt.Sprintf("node-%d", i), seed, append(set, [2]string{"arena.evict", evict})...), wrap))
 	}
 	awaitPeers(t, nodes...)
 	seats := [...]int{3, 3, 2}
@@ -73,17 +76,17 @@ func TestStress(t *testing.T) {
 	}
 	work.Wait()
 	for _, n := range nodes {
-		awaitAllFree(t, n)
-		if c := n.Counts(); c.Requests+c.Steps+c.Publications+c.Retrievals+c.Moves+c.Published+c.HostUsed+c.Faults != 0 {
+		awaitNothing(t, n)
+		if c := n.Counts(); c.Requests+c.Kept+c.Steps+c.Publications+c.Retrievals+c.Moves+c.Published+c.HostUsed+c.Faults != 0 {
 			t.Errorf("%s: %+v", n.Life(), c)
 		}
 	}
 	var sum baboon
 	for _, b := range all {
-		sum.done, sum.ready, sum.forked, sum.staged = sum.done+b.done, sum.ready+b.ready, sum.forked+b.forked, sum.staged+b.staged
+		sum.done, sum.ready, sum.forked, sum.staged, sum.moved = sum.done+b.done, sum.ready+b.ready, sum.forked+b.forked, sum.staged+b.staged, sum.moved+b.moved
 	}
-	t.Logf("of %d acts %d made something ready, %d forked, %d took what was staged", sum.done, sum.ready, sum.forked, sum.staged)
-	if sum.ready == 0 || sum.forked == 0 || sum.staged == 0 {
+	t.Logf("of %d acts %d made something ready, %d forked, %d took what was staged, %d moved", sum.done, sum.ready, sum.forked, sum.staged, sum.moved)
+	if sum.ready == 0 || sum.forked == 0 || sum.staged == 0 || sum.moved == 0 {
 		t.Error("the test shows nothing")
 	}
 }
@@ -94,11 +97,13 @@ func TestStress(t *testing.T) {
 // and a retention.
 type baboon struct {
 	*engine
-	node, seat                  int
-	rng                         *rand.Rand
-	lib                         *library // of all
-	book                        book     // of what is written here
-	ready, done, forked, staged int
+	node, seat     int
+	rng            *rand.Rand
+	lib            *library // of all
+	book           book     // of what is written here
+	ready, done    int
+	moved          int // to the host or back
+	forked, staged int
 }
 
 // allowed are the failures that may meet who does everything at once.
@@ -106,6 +111,7 @@ var allowed = map[kvferrypb.Failure_Code]bool{
 	kvferrypb.Failure_NOT_FOUND: true, kvferrypb.Failure_STALE: true, kvferrypb.Failure_EXPIRED: true, kvferrypb.Failure_REVOKED: true,
 	kvferrypb.Failure_DIVERGED: true, kvferrypb.Failure_DEADLINE: true, kvferrypb.Failure_TRANSPORT: true, kvferrypb.Failure_CANCELLED: true,
 	kvferrypb.Failure_RESOURCE_EXHAUSTED: true, kvferrypb.Failure_ALREADY_EXISTS: true, kvferrypb.Failure_BUSY: true, kvferrypb.Failure_INVALID: true,
+	kvferrypb.Failure_OFFLOADING: true,
 }
 
 func (b *baboon) check(what string, err error) bool {
@@ -125,7 +131,7 @@ func (b *baboon) act() {
 	theirs := fmt.Sprintf("%d-%d-%d", (b.node+1+b.rng.IntN(2))%3, b.seat, n)
 	labels := []string{"main", "cfg"}[:min(n+1, 2)]
 	any := []string{mine, theirs}[b.rng.IntN(2)]
-	switch b.rng.IntN(15) {
+	switch b.rng.IntN(17) {
 	case 0, 1, 2:
 		req := &kvferrypb.IngestRequest{Request: mine}
 		if n == 2 {
@@ -170,8 +176,16 @@ func (b *baboon) act() {
 	case 13:
 		_, err := b.Unstage(b.ctx(), &kvferrypb.UnstageRequest{})
 		b.check("unstage", err)
-	case 14:
-		// Moves to the host and back belong here.
+	case 14, 15:
+		res, err := b.Offload(b.ctx(), &kvferrypb.OffloadRequest{Request: any})
+		if b.check("offload", err) && res.GetFreed() > 0 {
+			b.moved++
+		}
+	case 16:
+		res, err := b.Reload(b.ctx(), &kvferrypb.ReloadRequest{Request: any})
+		if b.check("reload", err) && res.GetPages() > 0 {
+			b.moved++
+		}
 	}
 }
 
