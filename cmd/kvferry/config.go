@@ -111,8 +111,13 @@ certificates are read, if it names any. Exit code 1 if there is a mistake.`,
 				}
 			}
 			l := c.Geometry().Layout
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is valid: node %s, %s, ranks %v of %d, %d pages of %d tokens, %s a rank\n",
-				args[0], c.Node.Name, c.Node.Role, c.Arena.Ranks, c.Arena.WorldSize, l.Pages, l.PageSize, config.Size(l.Bytes()))
+			memory := fmt.Sprintf("%d pages of %d tokens, %s a rank", l.Pages, l.PageSize, config.Size(l.Bytes()))
+			if host, ok := c.HostLayout(); ok {
+				memory += fmt.Sprintf(", and %d on the host, %s a rank: %s in all",
+					host.Pages, config.Size(host.Bytes()), config.Size(int64(len(c.Arena.Ranks))*(l.Bytes()+host.Bytes())))
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is valid: node %s, %s, ranks %v of %d, %s\n",
+				args[0], c.Node.Name, c.Node.Role, c.Arena.Ranks, c.Arena.WorldSize, memory)
 			return err
 		},
 	}

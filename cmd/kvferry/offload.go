@@ -35,7 +35,7 @@ read, or has a step in flight, stays where it is.`,
 				if m.GetFreed() == 0 {
 					return "nothing to offload", err
 				}
-				return "offloaded, " + count(m.GetFreed(), "page") + " freed", err
+				return "offloaded " + m.GetRequest() + ", " + count(m.GetFreed(), "page") + " freed", err
 			})
 		},
 		ValidArgsFunction: t.completeRequest,

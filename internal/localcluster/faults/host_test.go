@@ -21,7 +21,7 @@ import (
 func replayTwoLabels(t *testing.T, loop, timeout time.Duration, disturb func(context.Context, *cluster), set ...string) (r *replay.Report, moves map[string][2]float64) {
 	t.Helper()
 	c := start(t, localcluster.Options{Prefill: 1, Decode: 1, Set: append([]string{
-		"arena.pages=65", "arena.host_pages=160", "timers.backoff_max=50ms",
+		"arena.pages=65", "arena.host_pages=160",
 	}, set...)})
 	trace := filepath.Join(built.dir, "trace-"+filepath.Base(t.Name())+".jsonl")
 	lines := strings.Repeat(`{"timestamp": 0, "input_length": 101, "output_length": 6, "hash_ids": []}`+"\n", 12) // 28 pages
