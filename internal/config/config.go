@@ -91,8 +91,10 @@ type Arena struct {
 	Evict string `yaml:"evict"`
 
 	PageSize int `yaml:"page_size"` // tokens
-	Layers   int `yaml:"layers"`
-	Heads    int `yaml:"heads"` // KV heads on one rank; default: what kv_heads and world_size say
+	// MaxSeqLen bounds the tokens of one stream; 0: nothing but the pages does.
+	MaxSeqLen int `yaml:"max_seq_len"`
+	Layers    int `yaml:"layers"`
+	Heads     int `yaml:"heads"` // KV heads on one rank; default: what kv_heads and world_size say
 	// KVHeads and QOHeads are those of the model, for all ranks together; 0: heads
 	// says it all. QOHeads must divide, too; default: KVHeads.
 	KVHeads int    `yaml:"kv_heads"`

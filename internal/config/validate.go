@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"errors"
+	"math"
 	"net/netip"
 	"os"
 	"path"
@@ -207,6 +208,9 @@ func (v *validation) arena() {
 		}
 	}
 	v.upTo("arena.page_size", a.PageSize, page.MaxPageSize)
+	if a.MaxSeqLen < 0 || a.MaxSeqLen > math.MaxInt32 {
+		v.wrong("arena.max_seq_len", "%d is not in 0 to %d", a.MaxSeqLen, math.MaxInt32)
+	}
 	v.upTo("arena.layers", a.Layers, page.MaxLayers)
 	v.heads()
 	v.upTo("arena.head_dim", a.HeadDim, page.MaxHeadDim)

@@ -236,7 +236,7 @@ func (n *Node) spawn(f func()) bool {
 }
 
 func (n *Node) openManager(context.Context) error {
-	m, err := manager.New(manager.Options{Life: n.life, Geometry: n.geometry, Ranks: n.ranks, Host: n.tier.layout.Pages})
+	m, err := manager.New(manager.Options{Tokens: n.config.Arena.MaxSeqLen, Life: n.life, Geometry: n.geometry, Ranks: n.ranks, Host: n.tier.layout.Pages})
 	if err != nil {
 		return err
 	}

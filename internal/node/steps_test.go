@@ -643,3 +643,14 @@ func BenchmarkEngineStep256(b *testing.B) {
 		}
 	}
 }
+
+// A stream has at most arena.max_seq_len tokens.
+func TestMaxSeqLen(t *testing.T) {
+	n := startNode(t, "one", nil, [2]string{"arena.max_seq_len", "20"})
+	e := openEngine(t, n)
+	e.ingest("r")
+	e.write("r", 20)
+	if err := e.tryWrite("r", 1); client.CodeOf(err) != kvferrypb.Failure_RESOURCE_EXHAUSTED || !strings.Contains(err.Error(), "at most 20 tokens a stream") {
+		t.Errorf("one more: %v", err)
+	}
+}
