@@ -116,7 +116,7 @@ func words() map[string][]string {
 		"outcome": {"released", "expired", "revoked", "offloaded", "failed"}, "kind": {"publication", "retrieval"}, "where": {"reader"},
 		"result": {
 			"granted", "renewed", "refused", "ran_out", "counted", "duplicate", "late", "unknown", "dropped", "lost", "released", "expired", "revoked", "offloaded", "full", "failed", "other", "removed", "cut",
-			"ok", "identity", "held", "stale", "answered",
+			"ok", "identity", "held", "stale", "answered", "good", "bad",
 		},
 		"why":       {"garbage", "stranger", "out_of_range", "stale", "busy", "evicted", "unfit", "collision"},
 		"field":     {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"},
