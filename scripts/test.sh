@@ -60,7 +60,9 @@ readable() {
 		function last(text, title,   lines, n, i) {
 			n = split(text, lines, "\n") - 1
 			print "---- " title
-			if (n > most) print "  (" n - most " lines before these)"
+			if (n > most) print "  (" n - most " lines before these, of which:"
+			for (i = 1; i <= n - most; i++) if (lines[i] ~ /_test\.go:[0-9]+: / && lines[i] !~ /level=/) print lines[i]
+			if (n > most) print "  )"
 			for (i = n > most ? n - most + 1 : 1; i <= n; i++) print lines[i]
 		}
 		/^[ \t]*=== (RUN|PAUSE|CONT|NAME)/ { test = $3; next }
