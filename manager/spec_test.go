@@ -876,7 +876,8 @@ func spec087(t *testing.T) {
 			"main", c.from, c.to,
 			c.first * 8, upFrom(page.Index(11+c.first), n),
 			c.first * 8, upFrom(page.Index(1+c.first), n),
-			[]id.Rank{0}, 0, c.from == 0,
+			[]id.Rank{0},
+			0, c.from == 0,
 		})
 	}
 }

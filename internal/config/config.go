@@ -177,7 +177,8 @@ func Default() *Config {
 		Node:  Node{Role: "both", Bind: netip.AddrFrom4([4]byte{127, 0, 0, 1})},
 		Ports: Ports{Gossip: 7900, Peer: 7901, Data: 7902, HTTP: 7903},
 		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
-		Transfer: Transfer{Verify: "none",
+		Transfer: Transfer{
+			Verify:     "none",
 			Transports: []string{"tcp"},
 			Limits:     Limits{InFlight: 64, Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000},
 		},
