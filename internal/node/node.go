@@ -2,16 +2,19 @@
 // goroutine and every side effect.
 //
 // The two stories of a request are told in prefill.go (publish, and let go by
-// the owner's rule) and decode.go (follow, pull, and settle). Around them:
-// peers.go is this node's hold on the others, session.go the engines at work,
-// lease.go who still reads what, host.go the host tier, sweep.go everything that happens because time
-// passes, gossip.go what the cluster tells, security.go who others prove to be,
-// keyring.go the gossip keys, drain.go the way out, and engine.go, peer.go,
-// admin.go (look), operate.go (change) the three services, thin.
+// the owner's rule) and decode.go (find, and admit), with follow.go (the reader's
+// hold on a publication), pull.go (read, and settle), group.go (owners of several
+// ranks), and verify.go (checksums) behind it. Around them: steps.go the step
+// cycle, kv.go KV through calls, host.go the host tier, peers.go this node's hold
+// on the others, session.go the engines at work, lease.go who still reads what,
+// sweep.go everything that happens because time passes, gossip.go what the
+// cluster tells, security.go who others prove to be, keyring.go the gossip keys,
+// warmup.go the check after warm-up, drain.go the way out, and engine.go, peer.go,
+// admin.go and page.go (look), operate.go (change) the three services, thin.
 //
 // Locks are taken in this order, and none is held across I/O or a wait:
 //
-//	sessions → session, owner → follows → follow → peers → peer → tier → (manager, log, board, holds, queue)
+//	sessions → session, owner → follows → follow → peers → peer → tier → (manager, log, board, holds, sums, queue)
 package node
 
 import (
