@@ -77,7 +77,7 @@ func (s *step) copies(dst []Copy, forks []fork, size int) []Copy {
 // Requests of which nothing was committed are returned: those that were
 // removed or reset since Admit, and those that another step, admitted at the
 // same length, has advanced. The others are committed. A step with Discard
-// loses only the former. It refuses a staged step (ErrStaged).
+// loses only the former, and leaves no label that it made and did not fork onto. It refuses a staged step (ErrStaged).
 func (m *Manager) Commit(t Token) (Committed, error) {
 	m.mu.Lock()
 	defer m.unlock()
@@ -139,6 +139,14 @@ func (m *Manager) Commit(t Token) (Committed, error) {
 			m.trim(f.request, f.to)
 		}
 	}
+	if a.discard {
+		for i := range a.created {
+			if g := &a.created[i]; g.request.missing != t {
+				g.epoch = g.request.epoch // a fork may have moved it
+			}
+		}
+		m.uncreate(a)
+	}
 	m.end(t)
 	return out, nil
 }
@@ -164,8 +172,8 @@ func (m *Manager) replace(unseal []PublicationID, f *fork) []PublicationID {
 	return unseal
 }
 
-// Abort ends a step that did not run: lengths stay, pages stay as reserve, and
-// forks were never made. The caller promises that nothing writes the planned
+// Abort ends a step that did not run: lengths stay, pages stay as reserve,
+// forks were never made, and labels that it made are gone. The caller promises that nothing writes the planned
 // slots any more, and that no copy of the step is being made.
 func (m *Manager) Abort(t Token) error {
 	m.mu.Lock()
@@ -180,6 +188,7 @@ func (m *Manager) Abort(t Token) error {
 		return nil
 	}
 	m.retire(a)
+	m.uncreate(a)
 	m.end(t)
 	return nil
 }

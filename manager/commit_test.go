@@ -206,3 +206,38 @@ func TestForkWalk(t *testing.T) {
 	}
 	b.free(31 - 4*3)
 }
+
+// A label that a step made and put nothing into is gone when the step did not
+// run: published, it would say that nothing belongs there.
+func TestAbortLeavesNoLabels(t *testing.T) {
+	toCfg := []Fork{{"main", "cfg"}}
+	for name, run := range map[string]func(bed){
+		"aborted segment": func(b bed) { b.ok(b.Abort(b.admit(Segment{"a", "cfg", 3}))) },
+		"aborted forks": func(b bed) {
+			b.ok(b.Abort(b.step(Step{Segments: []Segment{{"a", "main", 1}}, PostForks: toCfg})))
+			b.ok(b.Abort(b.step(Step{Segments: []Segment{{"a", "main", 1}}, PreForks: toCfg})))
+		},
+		"discarded": func(b bed) {
+			b.commit(b.step(Step{Segments: []Segment{{"a", "main", 1}, {"a", "cfg", 3}}, Discard: true}))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBed(t, 16, 8)
+			b.ingest("a")
+			b.grow("a", "main", 9)
+			run(b)
+			b.same("streams", len(b.publish("a", true).Streams), 1)
+			b.free(13)
+		})
+	}
+	t.Run("what was there, or was forked, stays", func(t *testing.T) {
+		b := newBed(t, 16, 8)
+		b.ingest("a")
+		b.grow("a", "main", 9)
+		b.grow("a", "cfg", 0)
+		b.ok(b.Abort(b.admit(Segment{"a", "cfg", 3})))
+		b.stored("a", "cfg", 0)
+		b.commit(b.step(Step{Segments: []Segment{{"a", "main", 1}}, PreForks: []Fork{{"main", "img"}}, Discard: true}))
+		b.stored("a", "img", 9)
+	})
+}

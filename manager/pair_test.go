@@ -730,6 +730,11 @@ func (n *node) unstage1() {
 func (n *node) dropped(lane Lane) {
 	run := n.staged[lane]
 	n.staged[lane] = nil
+	n.uncreate(run)
+}
+
+// uncreate takes back the labels that a step has made and put nothing into.
+func (n *node) uncreate(run *running) {
 	for _, c := range run.created {
 		if st := c.life.streams[c.label]; n.alive(c.life) && len(st.tags) == 0 && st.offered < 0 && !n.touches(c.life, nil, false) {
 			delete(c.life.streams, c.label)
@@ -967,6 +972,7 @@ func (n *node) commitStep(run *running) {
 	if !n.plan1(run) {
 		n.ok(n.Abort(run.token))
 		n.end(run)
+		n.uncreate(run)
 		return
 	}
 	n.post(run)
@@ -1021,6 +1027,9 @@ func (n *node) commitStep(run *running) {
 		}
 	}
 	n.same("ended for nothing", len(unseal), 0)
+	if run.step.Discard {
+		n.uncreate(run)
+	}
 }
 
 // lost reports whether a request of the step's rows is gone.
@@ -1123,6 +1132,7 @@ func (n *node) abort1() {
 	if run := n.step(); run != nil {
 		n.ok(n.Abort(run.token))
 		n.end(run)
+		n.uncreate(run)
 	}
 }
 
@@ -2140,8 +2150,9 @@ func (n *node) wind() {
 	}
 	for _, run := range slices.Clone(n.steps) {
 		n.ok(n.Abort(run.token))
+		n.end(run)
+		n.uncreate(run)
 	}
-	n.steps = nil
 	for _, r := range slices.Clone(n.reads) {
 		n.ok(n.Cancel(r.ID))
 		r.givenUp = true

@@ -60,6 +60,9 @@ func (r Readiness) String() string {
 type Outcome struct {
 	Readiness Readiness
 	Start     *Retrieval
+	// Lacks is the first needed label that the source does not have for all local
+	// ranks; "" if it has all.
+	Lacks id.Label
 	// Unseal are our own publications of tokens that the retrieve has dropped
 	// to start over: clear their seal words, then call Unsealed.
 	Unseal []PublicationID
@@ -155,6 +158,8 @@ func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int)
 	out := Outcome{Readiness: Waiting}
 	if ready {
 		out.Readiness = Ready
+	} else {
+		out.Lacks = m.lacking(src, needed)
 	}
 	if len(parts) == 0 {
 		return out, nil
@@ -201,6 +206,9 @@ func (m *Manager) compare(req *request, needed []id.Label, src *Source, from ori
 			ready = false
 			continue
 		}
+		if final && t.uneven {
+			return false, nil, nil, fmt.Errorf("label %q is final, and not equally long on all ranks: %w", l, ErrMixed)
+		}
 		p := part{label: l, stream: req.stream(l)}
 		if s := p.stream; s != nil {
 			p.released, p.prefix = s.released, s.prefix
@@ -246,6 +254,17 @@ func (m *Manager) compare(req *request, needed []id.Label, src *Source, from ori
 		return true, nil, nil, nil // minTokens may have been reached: no wait for more
 	}
 	return ready, parts, remote, nil
+}
+
+// lacking returns the first needed label that the source does not have; "" if
+// there is none.
+func (m *Manager) lacking(src *Source, needed []id.Label) id.Label {
+	for _, l := range needed {
+		if t, err := m.find(src, l); err == nil && t == nil {
+			return l
+		}
+	}
+	return ""
 }
 
 // fits checks that labels and pages suffice for all parts.

@@ -191,11 +191,16 @@ func TestGroup(t *testing.T) {
 	t.Run("one is not as far as another one has kept", func(t *testing.T) {
 		b := newBed(t, 16, 8, two)
 		b.ingest("r")
+		behind := func(tokens int) *Source {
+			s := one("b", 1, tokens, 0, 0, 51)
+			s.Publication.Final = false
+			return group(one("a", 0, 40, 24, 8, 11), s)
+		}
 		for _, tokens := range []int{23, 24} {
-			b.retrieve("r", group(one("a", 0, 40, 24, 8, 11), one("b", 1, tokens, 0, 0, 51)), 0, Waiting)
+			b.retrieve("r", behind(tokens), 0, Waiting)
 		}
 		b.free(15)
-		got := b.retrieve("r", group(one("a", 0, 40, 24, 8, 11), one("b", 1, 25, 0, 0, 51)), 0, Reading)
+		got := b.retrieve("r", behind(25), 0, Reading)
 		b.ok(b.Landed(got.ID))
 		b.stored("r", "main", 25)
 	})
@@ -214,6 +219,7 @@ func TestGroup(t *testing.T) {
 		mixed := one("b", 1, 20, 0, 0, 51)
 		mixed.Publication.ContentEpoch++
 		b.refused("r", group(one("a", 0, 20, 0, 0, 11), mixed), ErrMixed)
+		b.refused("r", group(one("a", 0, 20, 0, 0, 11), one("b", 1, 12, 0, 0, 51)), ErrMixed) // both are final
 		b.refused("r", group(one("a", 0, 20, 0, 0, 11), one("b", 0, 20, 0, 0, 51)), ErrMalformed)
 		b.refused("r", group(one("a", 0, 20, 0, 0, 11), *group(one("b", 1, 20, 0, 0, 51), one("c", 1, 20, 0, 0, 51))), ErrMalformed)
 		b.refused("r", group(one("a", 0, 40, 16, 8, 11), one("b", 1, 40, 24, 0, 51)), ErrIncompatible)

@@ -180,6 +180,7 @@ type offered struct {
 	start    int // tokens; of the one that has released most
 	prefix   int
 	tokens   int
+	uneven   bool // some have more than that
 	resident bool
 }
 
@@ -221,6 +222,7 @@ func (m *Manager) find(s *Source, l id.Label) (*offered, error) {
 			if t.Start > out.start {
 				out.start, out.prefix = t.Start, t.Prefix
 			}
+			out.uneven = out.uneven || t.Tokens != out.tokens
 			out.tokens = min(out.tokens, t.Tokens)
 			out.resident = out.resident && t.State == Resident
 			out.parts = append(out.parts, offer{owner: owner, stream: t, ranks: m.ranksOf(mask)})

@@ -42,6 +42,14 @@ func (m *Manager) Unstage(l Lane) {
 func (m *Manager) drop(t Token) {
 	a := m.steps[t]
 	m.retire(a)
+	m.uncreate(a)
+	m.end(t)
+}
+
+// uncreate takes back the labels that a step has made and put nothing into, once
+// its marks are off: an empty label that is published says that nothing belongs
+// there.
+func (m *Manager) uncreate(a *step) {
 	for _, g := range slices.Backward(a.created) {
 		// Since a reset it is not the step's: a retrieve may fill it. Nor is it
 		// while another step is on the request, or a publication has listed it.
@@ -50,5 +58,4 @@ func (m *Manager) drop(t Token) {
 			g.request.drop(st)
 		}
 	}
-	m.end(t)
 }

@@ -29,7 +29,7 @@ type Step struct {
 	Combined []Combined
 	// PreForks are made before the segments are written, PostForks after that,
 	// each list in order, for every request of Rows. A request that does not have
-	// From, and whose segments do not make it, is passed over.
+	// From is passed over; after the segments it has what these make.
 	PreForks, PostForks []Fork
 	// Rows are the requests of the batch with those that pad it (M*'s
 	// padded_request_ids); nil: those of Segments.
