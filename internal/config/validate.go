@@ -162,6 +162,9 @@ func (v *validation) heads() {
 	case a.KVHeads == 0 && a.QOHeads != 0:
 		v.wrong("arena.qo_heads", "%d is of no use without arena.kv_heads", a.QOHeads)
 	case a.KVHeads == 0:
+	case a.KVHeads < 1 || a.KVHeads > page.MaxHeads*id.MaxRanks:
+		v.upTo("arena.kv_heads", a.KVHeads, page.MaxHeads*id.MaxRanks)
+		return
 	default:
 		kv, _, err := page.Shard(a.KVHeads, cmp.Or(a.QOHeads, a.KVHeads), a.WorldSize)
 		if err != nil {
