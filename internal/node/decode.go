@@ -52,6 +52,7 @@ type sight struct {
 	follow  *follow         // nil: nothing is followed
 	changed <-chan struct{} // closed when the follow has changed; nil without one
 	missing error           // why nobody offers it now; another member may change that
+	lacks   id.Label        // needed, and not in what is followed
 }
 
 // retrieve brings a request in: it looks once, or until it is ready, has
@@ -169,6 +170,12 @@ func (n *Node) tooLate(cause error, q query, seen sight) error {
 	case seen.follow != nil:
 	case isUnmet:
 		return &retrieveError{request: q.request, source: unmet.source, err: unmet.peer.unanswered(cause)}
+	case isShort(seen.missing) && errors.Is(cause, errTooLate):
+		late := &retrieveError{request: q.request, err: fmt.Errorf("waited %v for the other nodes of its group (%s): %w", q.wait, seen.missing.Error(), cause)}
+		if of, ok := errors.AsType[*retrieveError](seen.missing); ok {
+			late.source = of.source
+		}
+		return late
 	case seen.missing != nil && errors.Is(cause, errTooLate):
 		return seen.missing
 	case errors.Is(cause, errTooLate):
@@ -181,6 +188,8 @@ func (n *Node) tooLate(cause error, q query, seen sight) error {
 		what = "its pages to land"
 	} else if seen.missing != nil {
 		what = fmt.Sprintf("the other nodes of its group (%v)", seen.missing)
+	} else if seen.lacks != "" {
+		what = fmt.Sprintf("label %q, which is needed and not published", seen.lacks)
 	}
 	return n.failed(seen.follow, fmt.Errorf("waited for %s: %w", what, cause))
 }
@@ -438,7 +447,7 @@ func (n *Node) admit(q query, f *follow, changed <-chan struct{}, made bool, w w
 	if out.Start != nil {
 		n.read(f, w.parts, *out.Start)
 	}
-	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed, missing: w.short}, nil
+	return sight{answer: f.answer(out.Readiness), follow: f, changed: changed, missing: w.short, lacks: out.Lacks}, nil
 }
 
 // again answers for what has landed before. The owner is not asked any more: it
@@ -449,7 +458,7 @@ func (n *Node) again(q query, f *follow, changed <-chan struct{}, landed *manage
 		return sight{answer: f.answer(manager.Waiting)}, true, n.failed(f, err)
 	}
 	if out.Start == nil {
-		return sight{answer: f.answer(out.Readiness), follow: f, changed: changed}, true, nil
+		return sight{answer: f.answer(out.Readiness), follow: f, changed: changed, lacks: out.Lacks}, true, nil
 	}
 	_ = n.manager.Failed(out.Start.ID) // nothing of it was begun
 	n.finish(f, kvferrypb.CompleteItem_LANDED)

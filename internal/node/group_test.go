@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -275,14 +276,13 @@ func TestGroupIsWaitedFor(t *testing.T) {
 			g := startTrio(t, nil)
 			g.ingest("r1")
 			reference := grow("r1", 36, true, g.x)[0]
-			want := kvferrypb.Failure_DEADLINE
 			if !named {
-				reference, want = "", kvferrypb.Failure_INCOMPATIBLE
+				reference = ""
 			}
 			awaitOffers(t, g.c, 1)
 			_, err := g.d.retrieve("r1", reference, 0, 50*time.Millisecond)
-			if f := failureOf(t, err); f.GetCode() != want || f.GetPeer() != "a" {
-				t.Errorf("in vain: %v, want %v", f, want)
+			if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_DEADLINE || f.GetPeer() != "a" || !strings.Contains(f.GetMessage(), "other nodes of its group") {
+				t.Errorf("in vain: %v, want DEADLINE with a and its group", f)
 			}
 			done := g.d.retrieving("r1", reference, 0)
 			if named {
@@ -765,7 +765,7 @@ func TestReferenceOfAnotherRank(t *testing.T) {
 	g.ingest("r1")
 	reference := grow("r1", 36, true, g.y)[0]
 	_, err := g.d.retrieve("r1", reference, 0, 20*time.Millisecond)
-	code(t, "in vain", err, kvferrypb.Failure_INCOMPATIBLE)
+	code(t, "in vain", err, kvferrypb.Failure_DEADLINE)
 	if res, err := g.d.retrieve("r1", reference, 0, 0); err != nil || res.GetReadiness() != kvferrypb.Readiness_WAITING {
 		t.Errorf("a poll: %v, %v, want WAITING", res, err)
 	}

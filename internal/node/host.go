@@ -441,9 +441,19 @@ func (n *Node) makeRoom(ctx context.Context, why string, need int, except ...id.
 	if enough() { // somebody has made room meanwhile
 		return true
 	}
-	for _, v := range t.victims(time.Now()) {
-		if slices.Contains(except, v.Request) || t.spares(time.Now(), v) {
-			continue
+	victims := slices.DeleteFunc(t.victims(time.Now()), func(v manager.Victim) bool {
+		return slices.Contains(except, v.Request) || t.spares(time.Now(), v)
+	})
+	room := n.manager.Counts().Free
+	for _, v := range victims {
+		room += v.Pages
+	}
+	if room < need {
+		return false // nobody is moved for nothing
+	}
+	for _, v := range victims {
+		if t.spares(time.Now(), v) {
+			continue // it has got a reader meanwhile
 		}
 		name := n.nameOf(v.Request)
 		freed, err := t.offload(ctx, v.Request)
@@ -470,6 +480,20 @@ func (n *Node) nameOf(r id.Request) id.Request {
 		return r
 	}
 	return state.Request
+}
+
+// handleOf is what the manager calls a request that a person names: a kept one by
+// its key, if there is no live one.
+func (n *Node) handleOf(name id.Request) id.Request {
+	if _, err := n.manager.Request(name); err == nil {
+		return name
+	}
+	for _, state := range n.manager.Requests(0) {
+		if state.Kept != "" && state.Request == name {
+			return state.Kept
+		}
+	}
+	return name
 }
 
 // pauses are those between attempts, each longer than the one before.
@@ -779,6 +803,7 @@ func (a adminService) Offload(ctx context.Context, req *kvferrypb.AdminOffloadRe
 			return nil, fmt.Errorf("offload: %w", err)
 		}
 	}
+	r = a.node.handleOf(r)
 	name := a.node.nameOf(r)
 	freed, err := a.node.tier.offload(ctx, r)
 	if err != nil {
@@ -791,7 +816,7 @@ func (a adminService) Offload(ctx context.Context, req *kvferrypb.AdminOffloadRe
 var errNoVictim = errors.New("no request has pages that it could do without")
 
 func (a adminService) Reload(ctx context.Context, req *kvferrypb.AdminReloadRequest) (*kvferrypb.ReloadResponse, error) {
-	pages, err := a.node.tier.reload(ctx, id.Request(req.GetRequest()))
+	pages, err := a.node.tier.reload(ctx, a.node.handleOf(id.Request(req.GetRequest())))
 	if err != nil {
 		return nil, err
 	}

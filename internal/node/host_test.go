@@ -1017,6 +1017,12 @@ func TestVictims(t *testing.T) {
 			e.publish("b", true)
 			e.publish("c", true)
 		}, want: []string{"b"}},
+		"none for nothing": {evict: "recent", prepare: func(_ *member, e, _ *engine) {
+			e.write("c", 2*8) // now five are lacking
+			if _, err := e.Admit(e.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("b", "", 0), segment("c", "", 0)}}); err != nil {
+				e.t.Fatal(err)
+			}
+		}, code: kvferrypb.Failure_RESOURCE_EXHAUSTED},
 		"not one in flight": {evict: "recent", prepare: func(_ *member, e, _ *engine) {
 			if _, err := e.Admit(e.ctx(), &kvferrypb.AdmitRequest{Segments: []*kvferrypb.Segment{segment("a", "", 0)}}); err != nil {
 				e.t.Fatal(err)

@@ -80,8 +80,12 @@ func spots(v manager.Publication, ranks []id.Rank, size int) []spot {
 	for _, t := range v.Streams {
 		held := t.Tokens - t.Start + t.Prefix
 		for i, x := range t.Pages {
+			slots := min(size, held-i*size)
+			if slots <= 0 {
+				break // beyond what is offered
+			}
 			for _, r := range ranks {
-				list = append(list, spot{r, x, min(size, held-i*size)})
+				list = append(list, spot{r, x, slots})
 			}
 		}
 	}

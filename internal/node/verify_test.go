@@ -162,3 +162,35 @@ func TestHostileChecksums(t *testing.T) {
 		}
 	}
 }
+
+// What goes on for a publication that went to the host is verified whole, also
+// when more was committed since.
+func TestContinuedPagesAreVerified(t *testing.T) {
+	set := [][2]string{verifying, {"arena.host_pages", "64"}}
+	prefill := startNode(t, "prefill", nil, set...)
+	decode := startNode(t, "decode", prefill, set...)
+	awaitPeers(t, prefill, decode)
+	p, d := openEngine(t, prefill), openEngine(t, decode)
+	p.ingest("r", "cfg", "main")
+	d.ingest("r", "cfg", "main")
+	for i, chunk := range chunks() {
+		p.write("r", chunk, "main", "cfg")
+		p.publish("r", i == 2)
+	}
+	tokens := p.verify("r", "main")
+	p.write("r", 40, "cfg") // the engine goes on, and has not published it
+	if _, err := p.Offload(p.ctx(), &kvferrypb.OffloadRequest{Request: "r"}); err != nil {
+		t.Fatal(err)
+	}
+	if res, err := d.retrieve("r", "", 0, deadline); err != nil || res.GetReadiness() != kvferrypb.Readiness_READY {
+		t.Fatalf("%v, %v", res, err)
+	}
+	for _, l := range []string{"main", "cfg"} {
+		if got := d.verify("r", l); got != tokens {
+			t.Errorf("%d tokens of %s, want %d", got, l, tokens)
+		}
+	}
+	if good, bad, unknown := verified(t, decode); good == 0 || bad != 0 || unknown != 0 {
+		t.Errorf("%d good, %d bad, %d unknown", good, bad, unknown)
+	}
+}

@@ -446,9 +446,14 @@ func (s *side) over(a *step) {
 	s.steps = slices.DeleteFunc(s.steps, func(o *step) bool { return o == a })
 }
 
-// drop ends a staged step without a trace.
+// drop ends a step that did not run without a trace.
 func (s *side) drop(a *step) {
 	s.over(a)
+	s.uncreate(a)
+}
+
+// uncreate takes back the labels that a step has made and put nothing into.
+func (s *side) uncreate(a *step) {
 	for _, c := range a.created {
 		if st := c.streams[c.label]; s.live(c.life) && st != nil && len(st.tokens) == 0 && !s.inFlight(c.request) && !s.offered(c.request, c.label) {
 			delete(c.streams, c.label)
@@ -480,11 +485,7 @@ func (s *side) abortStep(a *step) {
 	if err := s.m.Abort(a.token); err != nil {
 		s.Fatal(err)
 	}
-	if a.staged {
-		s.drop(a)
-	} else {
-		s.over(a)
-	}
+	s.drop(a)
 }
 
 // advance lets the engine of one step work for a while.
@@ -782,6 +783,9 @@ func (s *side) commit(a *step) {
 	}
 	if s.saw("commit"); a.value.Discard {
 		s.saw("discard")
+	}
+	if a.value.Discard {
+		s.uncreate(a)
 	}
 }
 
