@@ -30,8 +30,7 @@ var errArena = errors.New("page is not where it should be")
 // first. Whatever contradicts that is refused and changes nothing.
 type arena struct {
 	pages     []pageState
-	ring      []page.Index // the free pages: counts[free] of them, from head on
-	head      int
+	queue     fifo // the free pages: counts[free] of them
 	counts    [places]int
 	published int // pages with holds
 }
@@ -42,10 +41,7 @@ type pageState struct {
 }
 
 func newArena(pages int) arena {
-	a := arena{pages: make([]pageState, pages), ring: make([]page.Index, pages-1)}
-	for i := range a.ring {
-		a.ring[i] = page.Index(i + 1)
-	}
+	a := arena{pages: make([]pageState, pages), queue: newFIFO(page.Sink+1, pages-1)}
 	a.pages[page.Sink].place = sink
 	a.counts[sink] = 1
 	a.counts[free] = pages - 1
@@ -60,10 +56,7 @@ func (a *arena) take(dst []page.Index, n int) ([]page.Index, bool) {
 	}
 	dst = slices.Grow(dst, n)
 	for range n {
-		p := a.ring[a.head]
-		if a.head++; a.head == len(a.ring) {
-			a.head = 0
-		}
+		p := a.queue.pop()
 		a.pages[p].place = owned
 		dst = append(dst, p)
 	}
@@ -134,11 +127,7 @@ func (a *arena) want(p page.Index, one, other place) error {
 }
 
 func (a *arena) free(p page.Index) {
-	tail := a.head + a.counts[free]
-	if tail >= len(a.ring) {
-		tail -= len(a.ring)
-	}
-	a.ring[tail] = p
+	a.queue.push(p)
 	a.move(p, free)
 }
 

@@ -245,7 +245,7 @@ func (b bed) freeList(want ...page.Index) {
 	b.t.Helper()
 	var list []page.Index
 	for i := range b.arena.counts[free] {
-		list = append(list, b.arena.ring[(b.arena.head+i)%len(b.arena.ring)])
+		list = append(list, b.arena.queue.at(i))
 	}
 	b.same("free list", list, want)
 }

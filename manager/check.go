@@ -39,7 +39,7 @@ func (m *Manager) verify() error {
 		return err
 	}
 	for i := range m.arena.counts[free] {
-		if err := put(m.arena.ring[(m.arena.head+i)%len(m.arena.ring)], free, "arena"); err != nil {
+		if err := put(m.arena.queue.at(i), free, "arena"); err != nil {
 			return err
 		}
 	}
@@ -122,7 +122,7 @@ func (m *Manager) verify() error {
 		}
 		counts[s.place]++
 	}
-	if counts != m.arena.counts || published != m.arena.published {
+	if counts != m.arena.counts || m.arena.queue.n != counts[free] || published != m.arena.published {
 		return fmt.Errorf("%w: counts %v and %d published, recounted %v and %d", errBroken, m.arena.counts, m.arena.published, counts, published)
 	}
 	if err := m.verifyHost(); err != nil {
@@ -224,13 +224,13 @@ func (m *Manager) verifyHost() error {
 			}
 		}
 	}
-	for i := range m.host.left {
-		if x := m.host.ring[(m.host.head+i)%len(m.host.ring)]; where[x] || m.host.used[x] {
+	for i := range m.host.free() {
+		if x := m.host.queue.at(i); where[x] || m.host.used[x] {
 			return fmt.Errorf("%w: host page %d is free and used", errBroken, x)
 		}
 	}
-	if used+m.host.left != m.host.pages() {
-		return fmt.Errorf("%w: %d host pages used and %d free, of %d", errBroken, used, m.host.left, m.host.pages())
+	if used+m.host.free() != m.host.pages() {
+		return fmt.Errorf("%w: %d host pages used and %d free, of %d", errBroken, used, m.host.free(), m.host.pages())
 	}
 	return nil
 }

@@ -376,36 +376,28 @@ func (m *Manager) Victims() []Victim {
 
 // pool hands out host pages, first freed first.
 type pool struct {
-	ring []page.Index
-	head int
-	left int    // free ones, from head on
-	used []bool // by page
+	queue fifo   // the free ones
+	used  []bool // by page
 }
 
 func newPool(pages int) pool {
-	p := pool{ring: make([]page.Index, pages), left: pages, used: make([]bool, pages)}
-	for i := range p.ring {
-		p.ring[i] = page.Index(i)
-	}
-	return p
+	return pool{queue: newFIFO(0, pages), used: make([]bool, pages)}
 }
 
-func (p *pool) pages() int { return len(p.ring) }
+func (p *pool) pages() int { return len(p.used) }
 
-func (p *pool) free() int { return p.left }
+func (p *pool) free() int { return p.queue.n }
 
 // take returns n pages or none.
 func (p *pool) take(n int) ([]page.Index, bool) {
-	if n > p.left {
+	if n > p.free() {
 		return nil, false
 	}
 	list := make([]page.Index, n)
 	for i := range list {
-		list[i] = p.ring[p.head]
+		list[i] = p.queue.pop()
 		p.used[list[i]] = true
-		p.head = (p.head + 1) % len(p.ring)
 	}
-	p.left -= n
 	return list, true
 }
 
@@ -416,8 +408,7 @@ func (p *pool) release(list []page.Index) error {
 			return fmt.Errorf("release host page %d: %w", x, errArena)
 		}
 		p.used[x] = false
-		p.ring[(p.head+p.left)%len(p.ring)] = x
-		p.left++
+		p.queue.push(x)
 	}
 	return nil
 }

@@ -113,9 +113,10 @@ func (m *Manager) Publish(r id.Request, final bool) (Publication, error) {
 
 // Republish returns the request's live publication with where its tokens are
 // now: pages that were reloaded are named again, what has left the device is no
-// more. A kept request is called by its key. Lengths are those of the last Publish, and streams made since are not in
-// it. ok is false if none is live, or if retention has since let go of tokens
-// that it offers: what is left would not be what was published.
+// more. A kept request is called by its key. Lengths are those of the last
+// Publish, and streams made since are not in it. ok is false if none is live, or
+// if retention has since let go of tokens that it offers: what is left would not
+// be what was published.
 func (m *Manager) Republish(r id.Request) (_ Publication, ok bool) {
 	m.mu.Lock()
 	defer m.unlock()

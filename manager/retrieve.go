@@ -113,8 +113,9 @@ func (p *part) first(size int) int {
 // ([*IncompatibleError]) or contradicts itself ([*MalformedError]), more tokens
 // for a stream on which a step was committed since it landed (ErrDiverged), a
 // request with a step in flight (ErrStepInFlight), a needed stream that is not on
-// the device ([*OffloadingError]), too few free pages ([*AllocationError]), and an own source that has ended (ErrEnded) or that
-// another life of the request published (ErrGone).
+// the device ([*OffloadingError]), publications of one group that do not go
+// together (ErrMixed), too few free pages ([*AllocationError]), and an own source
+// that has ended (ErrEnded) or that another life of the request published (ErrGone).
 func (m *Manager) AdmitRetrieve(r id.Request, at At, src *Source, minTokens int) (Outcome, error) {
 	if minTokens < 0 {
 		return Outcome{}, fmt.Errorf("retrieve %q: %w: %d tokens", r, ErrInvalid, minTokens)

@@ -103,7 +103,7 @@ func (n *Node) openHost(hook func(context.Context, id.Request) error) error {
 			return fmt.Errorf("open the host tier of rank %d (%d pages of %d bytes; arena.host_pages sets its size): %w", r, layout.Pages, layout.PageBytes(), err)
 		}
 		n.closers = append(n.closers, region.Close)
-		device, err := kv.NewCache(n.geometry.Layout, n.arenas[r].Bytes())
+		device, err := n.cache(r)
 		if err != nil {
 			return err
 		}

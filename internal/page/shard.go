@@ -4,8 +4,8 @@ import "fmt"
 
 // Shard returns the heads of one rank of an engine of world ranks, given those
 // of the model (M*'s KVConfig.shard): query heads are divided, and so are KV
-// heads until a rank has one; beyond that as many ranks share each. What does not divide
-// is an error, which wraps [ErrInvalid].
+// heads until a rank has one; beyond that as many ranks share each. What does
+// not divide is an error, which wraps [ErrInvalid].
 func Shard(kv, qo, world int) (kvHeads, qoHeads int, err error) {
 	switch {
 	case kv < 1 || qo < 1 || world < 1:
