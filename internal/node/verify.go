@@ -99,22 +99,23 @@ func (n *Node) sum(p published) {
 		return
 	}
 	s := n.owner.sums
+	named := spots(p.value, n.ranks, n.geometry.Layout.PageSize)
 	s.mu.Lock()
-	have := maps.Clone(s.of(p.name.Sequence).bySpot)
+	have := s.of(p.name.Sequence).bySpot
+	lacking := slices.DeleteFunc(named, func(at spot) bool { _, ok := have[at]; return ok })
 	s.mu.Unlock()
-	made := make(map[spot]uint32)
-	for _, at := range spots(p.value, n.ranks, n.geometry.Layout.PageSize) {
-		if _, ok := have[at]; ok {
-			continue
-		}
+	made := make(map[spot]uint32, len(lacking))
+	for _, at := range lacking {
 		c, err := n.cache(at.rank)
+		var sum uint32
 		if err == nil {
-			made[at], err = c.Sum(at.page, at.slots)
+			sum, err = c.Sum(at.page, at.slots)
 		}
 		if err != nil {
 			n.log.Error("checksum is not made", "publication", p.name.String(), "page", int(at.page), "err", err)
-			break
+			continue
 		}
+		made[at] = sum
 	}
 	s.mu.Lock()
 	own := s.of(p.name.Sequence)
