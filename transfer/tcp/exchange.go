@@ -11,39 +11,6 @@ import (
 	"github.com/kvferry/kvferry/transfer"
 )
 
-// cutter cuts a list of copies into requests of at most so many bytes and
-// copies. Two cutters of one list cut alike: the sender and the receiver of an
-// exchange each have their own and share nothing.
-type cutter struct {
-	copies    []transfer.Copy
-	done      int64 // bytes of copies[0] that earlier requests have
-	maxBytes  int64
-	maxCopies int
-}
-
-// next appends the copies of the next request to dst. A list without copies is
-// one request, which asks for the verdict alone; so more is false only after
-// the first call.
-func (c *cutter) next(dst []transfer.Copy) (cut []transfer.Copy, more bool) {
-	cut = dst
-	room := c.maxBytes
-	for len(c.copies) > 0 && room > 0 && len(cut) < c.maxCopies {
-		piece := c.copies[0]
-		piece.Remote += c.done
-		piece.Local += c.done
-		piece.Bytes -= c.done
-		if piece.Bytes > room {
-			piece.Bytes = room
-			c.done += room
-		} else {
-			c.copies, c.done = c.copies[1:], 0
-		}
-		room -= piece.Bytes
-		cut = append(cut, piece)
-	}
-	return cut, len(c.copies) > 0
-}
-
 // bounds are those that both sides of a connection keep.
 type bounds struct {
 	bytes    int64
@@ -66,8 +33,8 @@ type exchange struct {
 	requests uint64
 }
 
-func (x *exchange) cutter() cutter {
-	return cutter{copies: x.copies, maxBytes: x.bounds.bytes, maxCopies: x.bounds.copies}
+func (x *exchange) cutter() transfer.Cutter {
+	return transfer.Cut(x.copies, x.bounds.bytes, x.bounds.copies)
 }
 
 // run sends and receives. It returns when neither can touch the wire any more.
@@ -78,7 +45,7 @@ func (x *exchange) cutter() cutter {
 // write wait for each other.
 func (x *exchange) run(ctx context.Context, w *wire, scratch *scratch, arenas map[id.Rank]*memory.Region) (whole bool, err error) {
 	cut := x.cutter()
-	copies, more := cut.next(scratch.asked[:0])
+	copies, more := cut.Next(scratch.asked[:0])
 	scratch.asked = copies
 	if !more {
 		if err := x.ask(w, scratch, 0); err != nil {
@@ -112,7 +79,7 @@ func (x *exchange) send(ctx context.Context, w *wire, s *scratch, tickets chan<-
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
-		s.asked, more = cut.next(s.asked[:0])
+		s.asked, more = cut.Next(s.asked[:0])
 		if err := x.ask(w, s, i); err != nil {
 			w.abort() // the receiver waits for an answer that nobody was asked for
 			return err
@@ -150,7 +117,7 @@ func (x *exchange) receive(in *half, s *scratch, arenas map[id.Rank]*memory.Regi
 	cut := x.cutter()
 	have := false // s.head is already the header of this answer
 	for i, more := uint64(0), true; more; i++ {
-		s.expect, more = cut.next(s.expect[:0])
+		s.expect, more = cut.Next(s.expect[:0])
 		x.requests++
 		if !have {
 			if err := in.one(s.head[:]); err != nil {
@@ -162,7 +129,7 @@ func (x *exchange) receive(in *half, s *scratch, arenas map[id.Rank]*memory.Regi
 		if err != nil {
 			return false, err
 		}
-		total := sum(s.expect)
+		total := transfer.Bytes(s.expect)
 		switch {
 		case h.kind == kindVerdict && h.length == 0:
 			if verdict(h.aux) == verdictHeld {

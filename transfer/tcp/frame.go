@@ -307,17 +307,10 @@ func (r *request) within(arenas map[id.Rank]*memory.Region) bool {
 }
 
 // bytes is what the answer carries.
-func (r *request) bytes() int64 { return sum(r.copies) }
+func (r *request) bytes() int64 { return transfer.Bytes(r.copies) }
 
 // inside reports whether [at, at+n) is a stretch of at least one byte in a
 // region of size bytes. No sum can overflow.
 func inside(at, n, size int64) bool {
 	return n > 0 && at >= 0 && n <= size && at <= size-n
-}
-
-func sum(copies []transfer.Copy) (total int64) {
-	for _, c := range copies {
-		total += c.Bytes
-	}
-	return total
 }

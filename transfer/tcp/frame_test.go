@@ -138,43 +138,6 @@ func TestWithinIsExact(t *testing.T) {
 	}
 }
 
-func TestCutterKeepsEveryByteAndTheBounds(t *testing.T) {
-	copies := []transfer.Copy{{Rank: 1, Remote: 1000, Local: 5000, Bytes: 250}, {Remote: 7, Local: 70, Bytes: 1}, {Remote: 8, Local: 80, Bytes: 1}, {Remote: 9, Local: 90, Bytes: 100}, {Rank: 2, Bytes: 1 << 33}}
-	for _, bounds := range []struct {
-		bytes  int64
-		copies int
-	}{{100, 1}, {100, 2}, {7, 100}, {1 << 20, 1023}, {1 << 40, 3}, {101, 3}} {
-		if bounds.bytes < 1000 {
-			copies[4].Bytes = 1000 // else it takes for ever
-		} else {
-			copies[4].Bytes = 1 << 33
-		}
-		c := cutter{copies: copies, maxBytes: bounds.bytes, maxCopies: bounds.copies}
-		var joined []transfer.Copy
-		for more := true; more; {
-			var cut []transfer.Copy
-			cut, more = c.next(nil)
-			if len(cut) == 0 || len(cut) > bounds.copies || sum(cut) > bounds.bytes {
-				t.Fatalf("bounds %+v: a request of %d copies and %d bytes", bounds, len(cut), sum(cut))
-			}
-			for _, p := range cut {
-				if n := len(joined); n > 0 && joined[n-1].Rank == p.Rank && joined[n-1].Remote+joined[n-1].Bytes == p.Remote && joined[n-1].Local+joined[n-1].Bytes == p.Local {
-					joined[n-1].Bytes += p.Bytes
-				} else {
-					joined = append(joined, p)
-				}
-			}
-		}
-		if !slices.Equal(joined, copies) {
-			t.Errorf("bounds %+v: pieces make %+v, want %+v", bounds, joined, copies)
-		}
-	}
-	c := cutter{maxBytes: 1, maxCopies: 1}
-	if cut, more := c.next(nil); len(cut) != 0 || more {
-		t.Errorf("no copies are cut into %v, more %v", cut, more)
-	}
-}
-
 // FuzzRequest: what the server takes from a peer.
 func FuzzRequest(f *testing.F) {
 	f.Add(appendRequest(nil, 9, request{id: 1, seals: []transfer.Seal{{Index: 1, Value: 2}}, copies: []transfer.Copy{{Rank: 0, Remote: 2, Bytes: 3}}}))
@@ -227,9 +190,9 @@ func FuzzAnswers(f *testing.F) {
 		cut := x.cutter()
 		for i, more := uint64(0), true; more; i++ {
 			var part []transfer.Copy
-			part, more = cut.next(nil)
-			b = appendHeader(b, header{kind: kindData, owner: x.owner, request: x.first + i, length: uint32(sum(part))})
-			b = append(b, bytes.Repeat([]byte{0xdd}, int(sum(part)))...)
+			part, more = cut.Next(nil)
+			b = appendHeader(b, header{kind: kindData, owner: x.owner, request: x.first + i, length: uint32(transfer.Bytes(part))})
+			b = append(b, bytes.Repeat([]byte{0xdd}, int(transfer.Bytes(part)))...)
 			b = appendHeader(b, header{kind: kindVerdict, owner: x.owner, request: x.first + i, aux: uint32(v)})
 		}
 		return b
@@ -273,8 +236,8 @@ func FuzzAnswers(f *testing.F) {
 		if want := answers(x, verdictHeld); err == nil && !sameButData(b, want) {
 			t.Fatalf("%x is taken for %x", b, want)
 		}
-		if x.landed < 0 || x.landed > sum(copies) {
-			t.Fatalf("%d of %d bytes have landed", x.landed, sum(copies))
+		if x.landed < 0 || x.landed > transfer.Bytes(copies) {
+			t.Fatalf("%d of %d bytes have landed", x.landed, transfer.Bytes(copies))
 		}
 		for _, c := range copies {
 			for i := range c.Bytes {

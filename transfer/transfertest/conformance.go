@@ -247,7 +247,7 @@ func testNotHeld(t testing.TB, f Factory) {
 		if !errors.Is(err, transfer.ErrStale) {
 			t.Errorf("seal %s: %v, want ErrStale", name, err)
 		}
-		wholeError(t, f, p, err, bytes(copies))
+		wholeError(t, f, p, err, transfer.Bytes(copies))
 	}
 	want := p.before().apply(p, copies)
 	if err := within(p.link, []transfer.Seal{held, second, held}, copies); err != nil {
@@ -502,7 +502,7 @@ func testCancel(t testing.TB, f Factory) {
 			took = min(max(elapsed, 50*time.Microsecond), 5*time.Millisecond)
 		case errors.Is(err, context.Canceled):
 			cancelled++
-			wholeError(t, f, p, err, bytes(copies))
+			wholeError(t, f, p, err, transfer.Bytes(copies))
 		default:
 			t.Fatalf("round %d, seed %d: %v, want nil or the context's error", round, seed, err)
 		}

@@ -82,7 +82,7 @@ func testFailing(t testing.TB, f Factory) {
 		if !errors.Is(err, errPlanned) {
 			t.Fatalf("read %d: %v, want the planned failure", read, err)
 		}
-		wholeError(t, f, p, err, bytes(copies))
+		wholeError(t, f, p, err, transfer.Bytes(copies))
 		if e, ok := errors.AsType[*transfer.Error](err); ok && e.Done == 0 {
 			t.Errorf("read %d failed half way and says that nothing landed", read)
 		}
@@ -135,7 +135,7 @@ func testHalfWay(t testing.TB, f Factory) {
 		if !errors.Is(err, context.Canceled) {
 			t.Fatalf("a read that was cancelled half way: %v, want context.Canceled", err)
 		}
-		wholeError(t, f, p, err, bytes(copies))
+		wholeError(t, f, p, err, transfer.Bytes(copies))
 		seed := rng.Uint64()
 		fill(p.reader.arena(0), seed)
 		fill(given[0], seed)

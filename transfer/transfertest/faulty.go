@@ -123,7 +123,7 @@ func (l *faultyLink) Read(ctx context.Context, seals []transfer.Seal, copies []t
 	}
 	return &transfer.Error{
 		Transport: l.f.Name(), Peer: l.peer.Life, Address: address,
-		Done: done, Total: bytes(copies), Took: time.Since(started), Err: err,
+		Done: done, Total: transfer.Bytes(copies), Took: time.Since(started), Err: err,
 	}
 }
 
@@ -147,14 +147,14 @@ func (l *faultyLink) read(ctx context.Context, fault Fault, seals []transfer.Sea
 		if err := l.inner.Read(ctx, seals, half); err != nil {
 			return 0, err
 		}
-		return bytes(half), fault.Err
+		return transfer.Bytes(half), fault.Err
 	case fault.Cancel:
 		if err := l.inner.Read(ctx, seals, half); err != nil {
 			return 0, err
 		}
 		ctx, cancel := context.WithCancel(ctx)
 		cancel()
-		return bytes(half), l.inner.Read(ctx, seals, copies[len(half):])
+		return transfer.Bytes(half), l.inner.Read(ctx, seals, copies[len(half):])
 	case fault.Late > 0:
 		ended := l.wait(ctx, l.f.stall)
 		if ended == nil {
@@ -164,7 +164,7 @@ func (l *faultyLink) read(ctx context.Context, fault Fault, seals []transfer.Sea
 		if err := l.inner.Read(context.WithoutCancel(ctx), seals, copies); err != nil {
 			return 0, err
 		}
-		return bytes(copies), ended
+		return transfer.Bytes(copies), ended
 	}
 	return 0, l.inner.Read(ctx, seals, copies)
 }
@@ -221,13 +221,6 @@ func reorder(copies []transfer.Copy) []transfer.Copy {
 	}
 	rand.Shuffle(len(pieces), func(i, j int) { pieces[i], pieces[j] = pieces[j], pieces[i] })
 	return pieces
-}
-
-func bytes(copies []transfer.Copy) (total int64) {
-	for _, c := range copies {
-		total += c.Bytes
-	}
-	return total
 }
 
 var (

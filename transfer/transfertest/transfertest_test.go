@@ -151,7 +151,7 @@ func TestTheSuiteFindsMutants(t *testing.T) {
 			case err := <-done:
 				return err
 			case <-ctx.Done():
-				return &transfer.Error{Transport: MemoryName, Total: bytes(copies), Err: ctx.Err()}
+				return &transfer.Error{Transport: MemoryName, Total: transfer.Bytes(copies), Err: ctx.Err()}
 			}
 		}},
 		"writes one byte too many": {finds: "one byte", read: func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
