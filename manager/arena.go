@@ -26,11 +26,14 @@ func (p place) String() string {
 
 var errArena = errors.New("page is not where it should be")
 
-// arena knows the place of every page and hands out free ones, first freed
-// first. Whatever contradicts that is refused and changes nothing.
+// arena knows the place of every page and hands out free ones: first freed
+// first, or such as are neighbours where others are. Whatever contradicts that is
+// refused and changes nothing.
 type arena struct {
 	pages     []pageState
-	queue     fifo // the free pages: counts[free] of them
+	queue     fifo      // the free pages: counts[free] of them
+	free      bitmap    // the same ones
+	found     stretches // of the free pages, while takeLike looks for some
 	counts    [places]int
 	published int // pages with holds
 }
@@ -41,7 +44,10 @@ type pageState struct {
 }
 
 func newArena(pages int) arena {
-	a := arena{pages: make([]pageState, pages), queue: newFIFO(page.Sink+1, pages-1)}
+	a := arena{pages: make([]pageState, pages), queue: newFIFO(page.Sink+1, page.Index(pages)), free: newBitmap(pages)}
+	for p := range a.queue.all() {
+		a.free.set(p)
+	}
 	a.pages[page.Sink].place = sink
 	a.counts[sink] = 1
 	a.counts[free] = pages - 1
@@ -57,12 +63,63 @@ func (a *arena) take(dst []page.Index, n int) ([]page.Index, bool) {
 	dst = slices.Grow(dst, n)
 	for range n {
 		p := a.queue.pop()
+		a.free.clear(p)
 		a.pages[p].place = owned
 		dst = append(dst, p)
 	}
 	a.counts[free] -= n
 	a.counts[owned] += n
 	return dst, true
+}
+
+// looks is how far takeLike looks for neighbours: at so many stretches of free
+// pages and words of their bitmap, and at one more for every page that it takes.
+const looks = 1024
+
+// takeLike is take of as many pages as like has. Neighbours of like get
+// neighbours: for every run it takes as many from the shortest stretch of free
+// pages that has them, else all of the longest one, and so on; from next on, if
+// that page is free, for the first run. In a large and worn arena it does
+// not look at all there is, and takes the first freed when what it has seen is
+// used up.
+func (a *arena) takeLike(dst, like []page.Index, next page.Index) ([]page.Index, bool) {
+	if len(like) > a.counts[free] {
+		return dst, false
+	}
+	dst = slices.Grow(dst, len(like))
+	looked := false
+	for r := range page.AllRuns(like) {
+		for r.Count > 0 {
+			got := page.Run{First: next, Count: a.free.ahead(next, r.Count)} // none once it is taken
+			if got.Count == 0 && len(like) > 1 {
+				if !looked {
+					a.found.gather(a.free, a.free.start(a.queue.first()), looks+len(like))
+					looked = true
+				}
+				got = a.found.take(r.Count)
+			}
+			if got.Count == 0 {
+				got.First = a.queue.first()
+				got.Count = a.free.ahead(got.First, r.Count)
+			}
+			dst = a.own(dst, got)
+			r.Count -= got.Count
+		}
+	}
+	return dst, true
+}
+
+// own appends free neighbours to dst, which are owned from now on.
+func (a *arena) own(dst []page.Index, r page.Run) []page.Index {
+	for p := r.First; p < r.First+page.Index(r.Count); p++ {
+		a.queue.remove(p)
+		a.pages[p].place = owned
+		dst = append(dst, p)
+	}
+	a.free.clearRun(r)
+	a.counts[free] -= int(r.Count)
+	a.counts[owned] += int(r.Count)
+	return dst
 }
 
 // release ends what owned or quarantined the page: to limbo if a publication
@@ -74,7 +131,7 @@ func (a *arena) release(p page.Index) error {
 	if a.pages[p].holds > 0 {
 		a.move(p, limbo)
 	} else {
-		a.free(p)
+		a.give(p)
 	}
 	return nil
 }
@@ -107,7 +164,7 @@ func (a *arena) unhold(p page.Index) error {
 	if a.pages[p].holds--; a.pages[p].holds == 0 {
 		a.published--
 		if a.pages[p].place == limbo {
-			a.free(p)
+			a.give(p)
 		}
 	}
 	return nil
@@ -126,8 +183,10 @@ func (a *arena) want(p page.Index, one, other place) error {
 	return nil
 }
 
-func (a *arena) free(p page.Index) {
+// give makes the page free.
+func (a *arena) give(p page.Index) {
 	a.queue.push(p)
+	a.free.set(p)
 	a.move(p, free)
 }
 

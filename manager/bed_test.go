@@ -243,11 +243,7 @@ func (b bed) inFlight(r id.Request, want bool) {
 // freeList is the free pages in the order in which they will be taken.
 func (b bed) freeList(want ...page.Index) {
 	b.t.Helper()
-	var list []page.Index
-	for i := range b.arena.counts[free] {
-		list = append(list, b.arena.queue.at(i))
-	}
-	b.same("free list", list, want)
+	b.same("free list", slices.Collect(b.arena.queue.all()), want)
 }
 
 func (b bed) same(what string, got, want any) {

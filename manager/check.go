@@ -38,8 +38,8 @@ func (m *Manager) verify() error {
 	if err := put(page.Sink, sink, "arena"); err != nil {
 		return err
 	}
-	for i := range m.arena.counts[free] {
-		if err := put(m.arena.queue.at(i), free, "arena"); err != nil {
+	for p := range m.arena.queue.all() {
+		if err := put(p, free, "arena"); err != nil {
 			return err
 		}
 	}
@@ -108,7 +108,7 @@ func (m *Manager) verify() error {
 	var counts [places]int
 	published := 0
 	for i, s := range m.arena.pages {
-		if where[i] != s.place {
+		if where[i] != s.place || m.arena.free.has(page.Index(i)) != (s.place == free) {
 			return fmt.Errorf("%w: page %d is %v, the tables say %v", errBroken, i, s.place, where[i])
 		}
 		if holds[i] != s.holds {
@@ -188,7 +188,7 @@ func (m *Manager) verifyHost() error {
 	where := make([]bool, m.host.pages())
 	put := func(list []page.Index) error {
 		for _, x := range list {
-			if where[x] || !m.host.used[x] {
+			if where[x] || m.host.queue.has(x) {
 				return fmt.Errorf("%w: host page %d has two owners, or is free", errBroken, x)
 			}
 			where[x] = true
@@ -224,10 +224,11 @@ func (m *Manager) verifyHost() error {
 			}
 		}
 	}
-	for i := range m.host.free() {
-		if x := m.host.queue.at(i); where[x] || m.host.used[x] {
-			return fmt.Errorf("%w: host page %d is free and used", errBroken, x)
+	for x := range m.host.queue.all() {
+		if where[x] {
+			return fmt.Errorf("%w: host page %d is free and used, or twice", errBroken, x)
 		}
+		where[x] = true
 	}
 	if used+m.host.free() != m.host.pages() {
 		return fmt.Errorf("%w: %d host pages used and %d free, of %d", errBroken, used, m.host.free(), m.host.pages())

@@ -1,46 +1,74 @@
 package manager
 
-import "github.com/kvferry/kvferry/internal/page"
+import (
+	"iter"
 
-// fifo is a queue of pages with room for a fixed number: those that are free,
-// first freed first.
+	"github.com/kvferry/kvferry/internal/page"
+)
+
+// fifo is a queue of pages, each of which can leave it from anywhere: those
+// that are free, first freed first.
 type fifo struct {
-	ring []page.Index
-	head int
-	n    int // in it, from head on
+	// links is by page; a page that is not in the queue is its own neighbour. The
+	// last one is no page but both ends: behind it is the first, before it the last.
+	links []link
+	n     int
 }
 
-// newFIFO holds pages from first on, and has room for no more.
-func newFIFO(first page.Index, pages int) fifo {
-	f := fifo{ring: make([]page.Index, pages), n: pages}
-	for i := range f.ring {
-		f.ring[i] = first + page.Index(i)
+type link struct{ before, behind page.Index }
+
+// newFIFO has room for the pages below the given number, and holds those from
+// first on.
+func newFIFO(first, pages page.Index) fifo {
+	f := fifo{links: make([]link, pages+1)}
+	for p := range f.links {
+		f.links[p] = link{page.Index(p), page.Index(p)}
+	}
+	for p := first; p < pages; p++ {
+		f.push(p)
 	}
 	return f
 }
 
-// pop takes the first; there is one.
-func (f *fifo) pop() page.Index {
-	x := f.ring[f.head]
-	if f.head++; f.head == len(f.ring) {
-		f.head = 0
-	}
-	f.n--
-	return x
-}
+// room is how many pages there are, in it or not.
+func (f *fifo) room() int { return len(f.links) - 1 }
 
-// push appends one; there is room.
-func (f *fifo) push(x page.Index) {
-	f.ring[f.index(f.n)] = x
+func (f *fifo) has(p page.Index) bool { return f.links[p].behind != p }
+
+// first of them; there is one.
+func (f *fifo) first() page.Index { return f.links[f.room()].behind }
+
+// push makes the page the last one; it is not in the queue.
+func (f *fifo) push(p page.Index) {
+	end := page.Index(f.room())
+	last := f.links[end].before
+	f.links[p] = link{last, end}
+	f.links[last].behind = p
+	f.links[end].before = p
 	f.n++
 }
 
-// at returns the i-th of those in it.
-func (f *fifo) at(i int) page.Index { return f.ring[f.index(i)] }
+// remove takes a page out; it is in the queue.
+func (f *fifo) remove(p page.Index) {
+	l := f.links[p]
+	f.links[l.before].behind = l.behind
+	f.links[l.behind].before = l.before
+	f.links[p] = link{p, p}
+	f.n--
+}
 
-func (f *fifo) index(i int) int {
-	if i += f.head; i >= len(f.ring) {
-		i -= len(f.ring)
+// pop takes the first one out; there is one.
+func (f *fifo) pop() page.Index {
+	p := f.first()
+	f.remove(p)
+	return p
+}
+
+// all yields them, first freed first. The queue must not change meanwhile.
+func (f *fifo) all() iter.Seq[page.Index] {
+	return func(yield func(page.Index) bool) {
+		end := page.Index(f.room())
+		for p := f.links[end].behind; p != end && yield(p); p = f.links[p].behind {
+		}
 	}
-	return i
 }

@@ -376,15 +376,14 @@ func (m *Manager) Victims() []Victim {
 
 // pool hands out host pages, first freed first.
 type pool struct {
-	queue fifo   // the free ones
-	used  []bool // by page
+	queue fifo // the free ones
 }
 
 func newPool(pages int) pool {
-	return pool{queue: newFIFO(0, pages), used: make([]bool, pages)}
+	return pool{newFIFO(0, page.Index(pages))}
 }
 
-func (p *pool) pages() int { return len(p.used) }
+func (p *pool) pages() int { return p.queue.room() }
 
 func (p *pool) free() int { return p.queue.n }
 
@@ -396,7 +395,6 @@ func (p *pool) take(n int) ([]page.Index, bool) {
 	list := make([]page.Index, n)
 	for i := range list {
 		list[i] = p.queue.pop()
-		p.used[list[i]] = true
 	}
 	return list, true
 }
@@ -404,10 +402,9 @@ func (p *pool) take(n int) ([]page.Index, bool) {
 // release takes back what is taken; the first page that is not ends it.
 func (p *pool) release(list []page.Index) error {
 	for _, x := range list {
-		if int64(x) >= int64(len(p.used)) || !p.used[x] {
+		if int64(x) >= int64(p.pages()) || p.queue.has(x) {
 			return fmt.Errorf("release host page %d: %w", x, errArena)
 		}
-		p.used[x] = false
 		p.queue.push(x)
 	}
 	return nil

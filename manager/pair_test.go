@@ -2110,7 +2110,7 @@ func (w *world) check() {
 		for _, m := range n.moves {
 			for _, c := range m.copies {
 				busy(c.device, "a move is at it")
-				if !n.bed.host.used[c.host.Page] {
+				if n.bed.host.queue.has(c.host.Page) {
 					w.Fatalf("%s: host page %d is free while a move is at it", n.life, c.host.Page)
 				}
 			}

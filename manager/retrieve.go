@@ -90,6 +90,26 @@ type part struct {
 	reserved []page.Index // for this attempt, beyond the stream's
 }
 
+// spans are the tokens to be moved that follow one another; the second one may
+// be empty.
+func (p *part) spans(t *offered) [2]span {
+	if p.from == 0 && t.start > 0 {
+		return [2]span{{0, t.prefix}, {t.start, p.to}}
+	}
+	return [2]span{{p.from, p.to}}
+}
+
+type span struct{ from, to int } // tokens
+
+// pages is where in the list of a stream the tokens lie.
+func (s span) pages(t *Stream, size int) (first, end int) {
+	skip := 0 // tokens that the list is without in front of these
+	if s.from >= t.Start {
+		skip = t.Start - t.Prefix
+	}
+	return (s.from - skip) / size, page.Count(s.to-skip, size)
+}
+
 // first is the index, in the stream's pages, of the first one that the read writes.
 func (p *part) first(size int) int {
 	if p.from == 0 {
@@ -329,7 +349,9 @@ func (m *Manager) startOver(req *request, parts []part) (unseal []PublicationID)
 }
 
 // begin reserves pages, which have been counted, and puts the retrieval together,
-// but for the name of its source; nil if there is nothing to move.
+// but for the name of its source; nil if there is nothing to move. New pages are
+// neighbours where those of the source are, so that fewer copies move them; where
+// local ranks have several lists at their owners, those of the first one.
 func (m *Manager) begin(req *request, from origin, parts []part, remote []*offered) *Retrieval {
 	var moves []Move
 	var kept []part
@@ -337,41 +359,46 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*offer
 		if p.to == p.from {
 			continue
 		}
-		n := m.lacks(&p)
 		var local []page.Index // from the first page that is written on
-		first, end := p.first(m.size), page.Count(p.to-p.released, m.size)
+		last := page.Sink      // the one in front of the next new page
 		if s := p.stream; s != nil {
-			local = slices.Clone(s.pages[min(first, len(s.pages)):min(end, len(s.pages))])
+			there := s.pages[:min(page.Count(p.to-p.released, m.size), len(s.pages))]
+			local = slices.Clone(there[min(p.first(m.size), len(there)):])
+			if len(there) > 0 {
+				last = there[len(there)-1]
+			}
 		}
-		p.reserved, _ = m.arena.take(nil, n)
-		local = append(local, p.reserved...)
+		old, done := len(local), 0
 		t := remote[i]
 		same := p.from == 0 || p.stream.origin == from
-		move := func(from, to int, local []page.Index) {
-			for _, o := range t.parts {
-				skip := 0 // tokens that its list is without in front of these
-				if from >= o.stream.Start {
-					skip = o.stream.Start - o.stream.Prefix
+		for _, s := range p.spans(t) {
+			if s.from >= s.to {
+				continue
+			}
+			model := t.parts[0].stream
+			first, end := s.pages(model, m.size)
+			n := end - first
+			if have := len(local) - done; have < n {
+				first += have
+				next := page.Sink
+				if last != page.Sink && first > 0 && model.Pages[first-1]+1 == model.Pages[first] {
+					next = last + 1
 				}
-				start := from / m.size * m.size
+				local, _ = m.arena.takeLike(local, model.Pages[first:end], next)
+				last = local[len(local)-1]
+			}
+			for _, o := range t.parts {
+				first, end := s.pages(o.stream, m.size)
+				start := s.from / m.size * m.size
 				moves = append(moves, Move{
-					Label: p.label, From: from, To: to, Ranks: o.ranks, Owner: o.owner, Same: same,
-					RemoteStart: start, Remote: slices.Clone(o.stream.Pages[(start-skip)/m.size : page.Count(to-skip, m.size)]),
-					LocalStart: start, Local: local,
+					Label: p.label, From: s.from, To: s.to, Ranks: o.ranks, Owner: o.owner, Same: same,
+					RemoteStart: start, Remote: slices.Clone(o.stream.Pages[first:end]),
+					LocalStart: start, Local: local[done : done+n : done+n],
 				})
 			}
+			done += n
 		}
-		if p.from == 0 && t.start > 0 {
-			front := t.prefix / m.size
-			if front > 0 {
-				move(0, t.prefix, local[:front:front])
-			}
-			if p.to > t.start {
-				move(t.start, p.to, local[front:])
-			}
-		} else {
-			move(p.from, p.to, local)
-		}
+		p.reserved = slices.Clone(local[old:])
 		kept = append(kept, p)
 	}
 	if len(moves) == 0 {
