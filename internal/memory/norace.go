@@ -1,0 +1,6 @@
+//go:build !race
+
+package memory
+
+// race: see race.go.
+const race = false
