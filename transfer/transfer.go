@@ -2,10 +2,11 @@
 // one life of one peer, and Link.Read moves copies and then proves that what
 // was moved was still held by its owner.
 //
-// It also turns page lists into copies ([Copies]) and chooses between
-// transports ([Choose]). It knows no request and no publication: a read is
-// right if everything has landed and then every seal word still held its
-// value (docs/decisions/0002).
+// It also turns page lists into copies ([Copies]) and cuts these ([Cut]),
+// chooses between the transports to a peer ([Route]), and says which read is
+// next ([Queue]). It knows no request and no publication: a read is right if
+// everything has landed and then every seal word still held its value
+// (docs/decisions/0002).
 package transfer
 
 import (
@@ -24,7 +25,7 @@ var (
 	// was read may be used.
 	ErrStale = errors.New("publication ended during the read")
 	// ErrUnavailable: this machine or this peer cannot use the transport. It
-	// is the only error that lets [Choose] pass to the next one.
+	// is the only error that lets a [Route] pass to the next one at once.
 	ErrUnavailable = errors.New("transport not available")
 	// ErrStalled: no byte landed for the stall time, or the attempt ran out of
 	// its total time.
@@ -79,8 +80,8 @@ type Transport interface {
 	// in a life. A peer that gets none cannot use the transport.
 	Descriptor() []byte
 	// Open returns a link to exactly this life. It makes at most one
-	// connection attempt and wraps ErrUnavailable if the transport cannot
-	// reach peers of this kind.
+	// connection attempt, which has a deadline of its own, and wraps
+	// ErrUnavailable if the transport cannot reach peers of this kind.
 	Open(ctx context.Context, peer Peer) (Link, error)
 	// Close ends every link and returns when nothing of the transport runs
 	// and nothing can land any more. It may be called twice.

@@ -223,6 +223,42 @@ func TestTheSuiteFindsMutants(t *testing.T) {
 	}
 }
 
+// The same for the soak, of what only a race shows.
+func TestTheSoakFindsMutants(t *testing.T) {
+	for name, read := range map[string]func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error{
+		"seals are checked before only": func(_ *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			if err := inner.Read(ctx, seals, nil); err != nil {
+				return err
+			}
+			return unlessStale(inner.Read(ctx, seals, copies))
+		},
+		"returns when the context ends": func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
+			done := make(chan error, 1)
+			m.stray.Go(func() { done <- inner.Read(context.WithoutCancel(ctx), seals, copies) })
+			select {
+			case err := <-done:
+				return err
+			case <-ctx.Done():
+				return &transfer.Error{Transport: MemoryName, Total: transfer.Bytes(copies), Err: ctx.Err()}
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := inMemory()
+			start := f.Start
+			f.Start = func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+				inner, err := start(local, limits)
+				return &mutant{Transport: inner, local: local, read: read}, err
+			}
+			if !failing(t, func(t testing.TB) { runSoak(t, f, patience) }) {
+				t.Error("the soak passes")
+			}
+		})
+	}
+}
+
+func TestMemorySoak(t *testing.T) { Soak(t, inMemory(), time.Second) }
+
 // unlessStale takes a stale end for a good one.
 func unlessStale(err error) error {
 	if errors.Is(err, transfer.ErrStale) {
@@ -257,12 +293,17 @@ func fails(t *testing.T, name string, f Factory) bool {
 	if i < 0 {
 		t.Fatalf("no case %q", name)
 	}
+	return failing(t, func(t testing.TB) { all[i].run(t, f) })
+}
+
+// failing reports whether a test fails.
+func failing(t *testing.T, run func(t testing.TB)) bool {
 	r := &recorder{TB: t}
 	done := make(chan struct{})
 	go func() { // Fatal ends the goroutine
 		defer close(done)
 		defer r.cleanUp()
-		all[i].run(r, f)
+		run(r)
 	}()
 	<-done
 	return r.Failed()
