@@ -1,0 +1,71 @@
+package shm_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
+	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/shm"
+)
+
+// local makes the memory of a node: one arena and a seal table.
+func local(life id.Life) (transfer.Local, error) {
+	seals, err := memory.NewSealTable()
+	if err != nil {
+		return transfer.Local{}, err
+	}
+	arena, err := memory.New("example", 4096)
+	if err != nil {
+		return transfer.Local{}, err
+	}
+	return transfer.Local{Life: life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals}, nil
+}
+
+func read() (string, error) {
+	dir, err := os.MkdirTemp("", "rendezvous") // both nodes name the same one
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	owner, err := local(id.Life{Node: "prefill", Incarnation: 7})
+	if err != nil {
+		return "", err
+	}
+	reader, err := local(id.Life{Node: "decode", Incarnation: 8})
+	if err != nil {
+		return "", err
+	}
+	serving, err := shm.Listen(shm.Options{Local: owner, Dir: dir})
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = serving.Close() }()
+	reading, err := shm.Listen(shm.Options{Local: reader, Dir: dir})
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = reading.Close() }()
+
+	copy(owner.Arenas[0].Bytes()[100:], "pages of a request")
+	value, _ := id.SealValue(owner.Life.Incarnation, 1)
+	owner.Seals.Store(3, value) // held
+
+	link, err := reading.Open(context.Background(), transfer.Peer{
+		Life: owner.Life, Descriptor: serving.Descriptor(), ArenaBytes: map[id.Rank]int64{0: 4096},
+	})
+	if err != nil {
+		return "", err
+	}
+	err = link.Read(context.Background(),
+		[]transfer.Seal{{Index: 3, Value: value}},
+		[]transfer.Copy{{Rank: 0, Remote: 100, Local: 0, Bytes: 18}})
+	return string(reader.Arenas[0].Bytes()[:18]), err
+}
+
+func ExampleListen() {
+	fmt.Println(read())
+	// Output: pages of a request <nil>
+}

@@ -1,0 +1,214 @@
+package shm
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvferry/kvferry/transfer"
+)
+
+const (
+	servedPrefix = "shm-"     // of the name of a socket that is served
+	boundPrefix  = "shm.new-" // of one that is about to be
+	// unservedAge is from when on a socket that was never served is a leftover.
+	unservedAge = time.Minute
+	// randomNameBytes is what follows a prefix, of base 32: 130 bits.
+	randomNameBytes = 26
+)
+
+func isSocketName(name, prefix string) bool {
+	rest, ok := strings.CutPrefix(name, prefix)
+	return ok && len(rest) == randomNameBytes && strings.Trim(rest, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567") == ""
+}
+
+// directory is the rendezvous directory. It is used by its descriptor, so that
+// a long path does not matter to a unix socket, whose address has 108 bytes, and
+// what was checked is what is used.
+type directory struct {
+	path string
+	file *os.File
+}
+
+// openDirectory opens the directory, and makes it if it is missing. One in
+// which others than our user could put something is refused.
+func openDirectory(path string) (*directory, error) {
+	if err := os.MkdirAll(path, 0o700); err != nil {
+		return nil, fmt.Errorf("make the rendezvous directory; set transfer.rendezvous to one that this user may make: %w: %w", transfer.ErrUnavailable, err)
+	}
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open the rendezvous directory: %w: %w", transfer.ErrUnavailable, err)
+	}
+	d := &directory{path: path, file: f}
+	if err := d.check(); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return d, nil
+}
+
+func (d *directory) check() error {
+	info, err := d.file.Stat()
+	if err != nil {
+		return fmt.Errorf("rendezvous directory: %w", err)
+	}
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok && int(stat.Uid) != os.Getuid() {
+		return fmt.Errorf("rendezvous directory %s belongs to user %d, we are user %d; set transfer.rendezvous to a directory of this user: %w", d.path, stat.Uid, os.Getuid(), transfer.ErrUnavailable)
+	}
+	if mode := info.Mode().Perm(); mode&0o022 != 0 {
+		return fmt.Errorf("rendezvous directory %s is writable by others (mode %#o); chmod it to 0700, or set transfer.rendezvous to another: %w", d.path, mode, transfer.ErrUnavailable)
+	}
+	// Without /proc of our own PID namespace there is no way to a socket in it.
+	if _, err := os.Stat(d.at(".")); err != nil {
+		return fmt.Errorf("rendezvous directory: /proc does not show this process; mount proc in its PID namespace: %w: %w", transfer.ErrUnavailable, err)
+	}
+	return nil
+}
+
+// at is a short path of a file in the directory.
+func (d *directory) at(name string) string {
+	return fmt.Sprintf("/proc/self/fd/%d/%s", d.file.Fd(), name)
+}
+
+// address is the path as people write it.
+func (d *directory) address(name string) string { return filepath.Join(d.path, name) }
+
+// close may be called twice.
+func (d *directory) close() error {
+	if err := d.file.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
+		return err
+	}
+	return nil
+}
+
+// listen binds a socket of a new random name. The socket gets that name only
+// when it is served: so one that has it and is not served is a leftover.
+func (d *directory) listen() (*net.UnixListener, string, error) {
+	text := rand.Text()[:randomNameBytes]
+	bound, served := boundPrefix+text, servedPrefix+text
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: d.at(bound), Net: "unix"})
+	if err != nil {
+		return nil, "", fmt.Errorf("bind a socket in the rendezvous directory %s: %w: %w", d.path, transfer.ErrUnavailable, err)
+	}
+	l.SetUnlinkOnClose(false) // it would look for the first name
+	fd := int(d.file.Fd())
+	if err := unix.Renameat(fd, bound, fd, served); err != nil {
+		return nil, "", errors.Join(fmt.Errorf("name the socket in the rendezvous directory %s: %w", d.path, err), l.Close(), d.remove(bound))
+	}
+	return l, served, nil
+}
+
+// remove deletes a file of the directory.
+func (d *directory) remove(name string) error { return unix.Unlinkat(int(d.file.Fd()), name, 0) }
+
+// dial connects to a socket of the directory.
+func (d *directory) dial(ctx context.Context, name string) (*net.UnixConn, error) {
+	var dialer net.Dialer
+	c, err := dialer.DialContext(ctx, "unix", d.at(name))
+	if err != nil {
+		return nil, err
+	}
+	return c.(*net.UnixConn), nil
+}
+
+// sweep removes the sockets that processes left behind. It never waits, and
+// touches nothing that does not have our names.
+func (d *directory) sweep(log *slog.Logger) {
+	list, err := os.ReadDir(d.at("."))
+	if err != nil {
+		log.Warn("look for old sockets", "path", d.path, "err", err)
+		return
+	}
+	for _, entry := range list {
+		name := entry.Name()
+		if !d.abandoned(name, entry) {
+			continue
+		}
+		if err := d.remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			log.Warn("remove an old socket", "path", d.address(name), "err", err)
+			continue
+		}
+		log.Info("removed a socket that nobody serves", "path", d.address(name))
+	}
+}
+
+// abandoned reports whether an entry is a socket of ours that nobody serves.
+func (d *directory) abandoned(name string, entry fs.DirEntry) bool {
+	if entry.Type() != fs.ModeSocket {
+		return false
+	}
+	switch {
+	case isSocketName(name, servedPrefix):
+	case isSocketName(name, boundPrefix):
+		// Its process may be between binding and serving it.
+		if info, err := entry.Info(); err != nil || time.Since(info.ModTime()) < unservedAge {
+			return false
+		}
+	default:
+		return false
+	}
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = unix.Close(fd) }() // nothing was said
+	return errors.Is(unix.Connect(fd, &unix.SockaddrUnix{Name: d.at(name)}), unix.ECONNREFUSED)
+}
+
+// bootID names the host and its start. It is the same in every container.
+func bootID() (string, error) {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("which host this is: %w: %w", transfer.ErrUnavailable, err)
+	}
+	host := strings.TrimSpace(string(b))
+	if !isHost(host) {
+		return "", fmt.Errorf("boot id %.80q is none: %w", host, transfer.ErrUnavailable)
+	}
+	return host, nil
+}
+
+// isHost reports whether s has the form of a boot id.
+func isHost(s string) bool {
+	return len(s) == 36 && strings.Trim(s, "0123456789abcdef-") == ""
+}
+
+// descriptor is what peers get. It is text: the protocol version, the boot id of
+// the host, and the name of the socket, with a space between each.
+type descriptor struct {
+	host, socket string
+}
+
+func (d descriptor) encode() []byte { return fmt.Appendf(nil, "%d %s %s", version, d.host, d.socket) }
+
+// parseDescriptor checks what a peer said. The socket's name is ours in form,
+// and so a file of the directory and nothing else.
+func parseDescriptor(b []byte) (descriptor, error) {
+	if len(b) == 0 {
+		return descriptor{}, fmt.Errorf("the peer has no shm: %w", transfer.ErrUnavailable)
+	}
+	v, rest, _ := strings.Cut(string(b), " ")
+	if v != fmt.Sprint(version) && isVersion(v) {
+		return descriptor{}, fmt.Errorf("the peer speaks protocol version %s, we speak %d: %w", v, version, transfer.ErrUnavailable)
+	}
+	host, socket, _ := strings.Cut(rest, " ")
+	if v != fmt.Sprint(version) || !isHost(host) || !isSocketName(socket, servedPrefix) {
+		return descriptor{}, fmt.Errorf("descriptor %.80q is malformed", b)
+	}
+	return descriptor{host: host, socket: socket}, nil
+}
+
+func isVersion(s string) bool {
+	return s != "" && len(s) < 4 && strings.Trim(s, "0123456789") == ""
+}
