@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
@@ -19,160 +20,245 @@ type bounds struct {
 	inFlight int
 }
 
-// exchange is one read's work on one connection: requests go out, up to
-// inFlight ahead, and answers are received straight into the arenas.
+// todo is what nobody has asked for yet, of a read that several lanes share. A
+// lane takes a piece whenever it may have one more request under way, so that a
+// slow one takes fewer. It is safe for concurrent use.
+type todo struct {
+	lanes int
+
+	mu   sync.Mutex
+	cut  transfer.Cutter
+	more bool
+}
+
+// newTodo cuts copies of so many bytes into at least two pieces a lane, if there
+// are several.
+func newTodo(copies []transfer.Copy, total int64, lanes int) *todo {
+	piece := int64(frameBytes)
+	if lanes > 1 {
+		piece = min(piece, total/int64(2*lanes)+1)
+	}
+	return &todo{lanes: lanes, cut: transfer.Cut(copies, piece, frameCopies), more: true}
+}
+
+// ahead is how many of the requests that a connection may have under way one
+// lane is to have: the lanes of a read share them, else the first would take
+// all.
+func (t *todo) ahead(inFlight int) int { return min(inFlight, max(2, inFlight/t.lanes)) }
+
+// next appends the next piece to dst, and reports false if there is none left. A
+// read without copies is one piece without any.
+func (t *todo) next(dst []transfer.Copy) (piece []transfer.Copy, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.more {
+		return dst, false
+	}
+	piece, t.more = t.cut.Next(dst)
+	return piece, true
+}
+
+// left reports whether next has one more.
+func (t *todo) left() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.more
+}
+
+// exchange is what one lane does for a read: requests go out, up to inFlight
+// ahead, and answers are received straight into the arenas.
 type exchange struct {
 	owner  id.Incarnation
 	bounds bounds
 	seals  []transfer.Seal
-	copies []transfer.Copy
+	todo   *todo
 	first  uint64 // id of the first request; the others follow
 
-	landed   int64 // bytes, also when it fails
-	answered bool  // a whole header came
-	requests uint64
+	asked    uint64 // requests
+	landed   int64  // bytes, also when it fails
+	answered bool   // a whole header came
 }
 
-func (x *exchange) cutter() transfer.Cutter {
-	return transfer.Cut(x.copies, x.bounds.bytes, x.bounds.copies)
+// scratch is what one connection needs again and again.
+type scratch struct {
+	piece []transfer.Copy      // the sender's, of todo
+	cut   transfer.Cutter      // of piece, by the bounds of this connection
+	more  bool                 // cut has more
+	out   []byte               // the sender's
+	head  [headerBytes]byte    // the receiver's: of an answer
+	tail  [headerBytes]byte    // its verdict
+	have  bool                 // head is of the next answer already
+	spare chan []transfer.Copy // a list for each request that may be under way and is not
 }
 
-// run sends and receives. It returns when neither can touch the wire any more.
-// After an error the wire is of no use, unless whole is true.
+// grow makes the lists for n requests under way.
+func (s *scratch) grow(n int) {
+	s.spare = make(chan []transfer.Copy, n)
+	for range n {
+		s.spare <- nil
+	}
+}
+
+// run sends and receives until nothing is left to do. It returns when neither
+// can touch the wire any more. After an error the wire is of no use, unless
+// whole is true.
 //
 // Sending has a goroutine of its own as soon as there are several requests: an
 // owner that writes an answer reads no requests meanwhile, and two that only
 // write wait for each other.
-func (x *exchange) run(ctx context.Context, w *wire, scratch *scratch, arenas map[id.Rank]*memory.Region) (whole bool, err error) {
-	cut := x.cutter()
-	copies, more := cut.Next(scratch.asked[:0])
-	scratch.asked = copies
-	if !more {
-		if err := x.ask(w, scratch, 0); err != nil {
+func (x *exchange) run(ctx context.Context, w *wire, s *scratch, arenas map[id.Rank]*memory.Region) (whole bool, err error) {
+	s.more, s.have = false, false
+	copies, ok := x.next(s, <-s.spare)
+	if !ok {
+		s.spare <- copies
+		return true, nil // other lanes were faster
+	}
+	if !s.more && !x.todo.left() {
+		defer func() { s.spare <- copies }()
+		if err := x.ask(w, s, copies); err != nil {
 			return false, err
 		}
-		return x.receive(&w.in, scratch, arenas, nil)
+		return x.receive(&w.in, s, 0, copies, false, arenas)
 	}
+
 	ctx, cancel := context.WithCancel(ctx)
-	tickets := make(chan struct{}, x.bounds.inFlight) // one a request under way
+	// What was asked for. The receiver has one, or two; the sender waits with another.
+	under := make(chan []transfer.Copy, max(0, x.todo.ahead(x.bounds.inFlight)-2))
 	sent := make(chan error, 1)
-	go func() { sent <- x.send(ctx, w, scratch, tickets) }()
-	whole, err = x.receive(&w.in, scratch, arenas, tickets)
+	go func() { sent <- x.send(ctx, w, s, copies, under) }()
+	copies, more := <-under
+	for i := uint64(0); more; i++ {
+		// What was sent already will be answered: the header of that answer is
+		// received with the end of this one.
+		var next []transfer.Copy
+		ahead := false
+		select {
+		case next, ahead = <-under:
+		default:
+		}
+		if _, err = x.receive(&w.in, s, i, copies, ahead, arenas); err != nil {
+			break
+		}
+		s.spare <- copies
+		if copies, more = next, ahead; !more {
+			copies, more = <-under
+		}
+	}
 	cancel()
 	if err != nil {
 		w.abort() // a sender that is blocked in a write
-		whole = false
 	}
 	// If sending failed first, it closed the wire under the receiver.
 	if sendErr := <-sent; sendErr != nil && (err == nil || errors.Is(err, net.ErrClosed)) {
 		return false, sendErr
 	}
-	return whole, err
+	return err == nil, err
 }
 
-// send writes every request, each with a ticket of the receiver.
-func (x *exchange) send(ctx context.Context, w *wire, s *scratch, tickets chan<- struct{}) error {
-	cut := x.cutter()
-	for i, more := uint64(0), true; more; i++ {
+// next fills copies with the next request, and reports false if nothing is left.
+func (x *exchange) next(s *scratch, copies []transfer.Copy) (_ []transfer.Copy, ok bool) {
+	if !s.more {
+		if s.piece, ok = x.todo.next(s.piece[:0]); !ok {
+			return copies, false
+		}
+		s.cut = transfer.Cut(s.piece, x.bounds.bytes, x.bounds.copies)
+	}
+	copies, s.more = s.cut.Next(copies[:0])
+	return copies, true
+}
+
+// send asks for copies and then for all that is left, as long as there are spare
+// lists; it closes under at the end.
+func (x *exchange) send(ctx context.Context, w *wire, s *scratch, copies []transfer.Copy, under chan<- []transfer.Copy) error {
+	defer close(under)
+	for {
+		if err := x.ask(w, s, copies); err != nil {
+			w.abort() // the receiver may wait for an answer that nobody will give
+			return err
+		}
 		select {
-		case tickets <- struct{}{}:
+		case under <- copies:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
-		s.asked, more = cut.Next(s.asked[:0])
-		if err := x.ask(w, s, i); err != nil {
-			w.abort() // the receiver waits for an answer that nobody was asked for
-			return err
+		select {
+		case copies = <-s.spare:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		var ok bool
+		if copies, ok = x.next(s, copies); !ok {
+			s.spare <- copies
+			return nil
 		}
 	}
-	return nil
 }
 
-func (x *exchange) ask(w *wire, s *scratch, i uint64) error {
-	s.out = appendRequest(s.out[:0], x.owner, request{id: x.first + i, seals: x.seals, copies: s.asked})
+func (x *exchange) ask(w *wire, s *scratch, copies []transfer.Copy) error {
+	s.out = appendRequest(s.out[:0], x.owner, request{id: x.first + x.asked, seals: x.seals, copies: copies})
+	x.asked++
 	if err := w.out.one(s.out); err != nil {
 		return fmt.Errorf("send a request: %w", err)
 	}
 	return nil
 }
 
-// scratch is what one connection needs again and again: the sender's asked and
-// out, the receiver's the rest.
-type scratch struct {
-	asked  []transfer.Copy
-	out    []byte
-	expect []transfer.Copy
-	head   [headerBytes]byte
-	tail   [headerBytes]byte
-}
-
-// receive receives the answer to every request, in order. The header of an
-// answer is read together with the end of the one before it: between two
-// frames there is nothing else, so no byte can go astray, and an answer costs
-// one read. whole reports whether the wire is between two answers and none is
-// outstanding.
-func (x *exchange) receive(in *half, s *scratch, arenas map[id.Rank]*memory.Region, tickets <-chan struct{}) (whole bool, err error) {
-	// With one request in flight, the next is sent only after this one's end.
-	ahead := x.bounds.inFlight > 1
-	cut := x.cutter()
-	have := false // s.head is already the header of this answer
-	for i, more := uint64(0), true; more; i++ {
-		s.expect, more = cut.Next(s.expect[:0])
-		x.requests++
-		if !have {
-			if err := in.one(s.head[:]); err != nil {
-				return false, fmt.Errorf("receive an answer: %w", err)
-			}
-			x.answered = true
-		}
-		h, err := x.frame(s.head[:], i)
-		if err != nil {
-			return false, err
-		}
-		total := transfer.Bytes(s.expect)
-		switch {
-		case h.kind == kindVerdict && h.length == 0:
-			if verdict(h.aux) == verdictHeld {
-				return false, fmt.Errorf("verdict without the bytes: %w", errGarbage)
-			}
-			return !more && verdict(h.aux).keeps(), verdict(h.aux).err()
-		case h.kind == kindData && int64(h.length) == total && h.aux == 0:
-		default:
-			return false, fmt.Errorf("%v of %d bytes, want data of %d: %w", h.kind, h.length, total, errGarbage)
-		}
-
-		in.v.reset()
-		for _, c := range s.expect {
-			in.v.add(arenas[c.Rank].Bytes()[c.Local : c.Local+c.Bytes])
-		}
-		in.v.add(s.tail[:])
-		if have = more && ahead; have {
-			in.v.add(s.head[:])
-		}
-		err = in.all()
-		x.landed += min(in.v.moved, total)
-		if err != nil {
+// receive receives the answer to the i-th request, and the header of the next
+// one with it, if that was sent ahead: between two frames there is nothing else,
+// so no byte can go astray, and an answer costs one read. After an error whole
+// reports whether the wire is at the end of the answer all the same.
+func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Copy, ahead bool, arenas map[id.Rank]*memory.Region) (whole bool, err error) {
+	if !s.have {
+		if err := in.one(s.head[:]); err != nil {
 			return false, fmt.Errorf("receive an answer: %w", err)
 		}
-		if h, err = x.frame(s.tail[:], i); err != nil {
-			return false, err
-		}
-		if h.kind != kindVerdict || h.length != 0 {
-			return false, fmt.Errorf("%v of %d bytes after the data, want a verdict: %w", h.kind, h.length, errGarbage)
-		}
-		if err := verdict(h.aux).err(); err != nil {
-			return !more && verdict(h.aux).keeps(), err
-		}
-		if tickets == nil {
-			continue
-		}
-		select {
-		case <-tickets:
-		default:
-			return false, fmt.Errorf("answer to a request that was not sent: %w", errGarbage)
-		}
+		x.answered = true
 	}
-	return true, nil
+	h, err := x.frame(s.head[:], i)
+	if err != nil {
+		return false, err
+	}
+	total := transfer.Bytes(copies)
+	switch {
+	case h.kind == kindVerdict && h.length == 0:
+		if verdict(h.aux) == verdictHeld {
+			return false, fmt.Errorf("verdict without the bytes: %w", errGarbage)
+		}
+		return !ahead && verdict(h.aux).keeps(), verdict(h.aux).err()
+	case h.kind == kindData && int64(h.length) == total && h.aux == 0:
+	default:
+		return false, fmt.Errorf("%v of %d bytes, want data of %d: %w", h.kind, h.length, total, errGarbage)
+	}
+
+	in.v.reset()
+	destinations(&in.v, copies, arenas)
+	in.v.add(s.tail[:])
+	if s.have = ahead; ahead {
+		in.v.add(s.head[:])
+	}
+	err = in.all()
+	x.landed += min(in.v.moved, total)
+	if err != nil {
+		return false, fmt.Errorf("receive an answer: %w", err)
+	}
+	if h, err = x.frame(s.tail[:], i); err != nil {
+		return false, err
+	}
+	if h.kind != kindVerdict || h.length != 0 {
+		return false, fmt.Errorf("%v of %d bytes after the data, want a verdict: %w", h.kind, h.length, errGarbage)
+	}
+	return !ahead && verdict(h.aux).keeps(), verdict(h.aux).err()
+}
+
+// destinations adds where the copies go to v.
+func destinations(v *vector, copies []transfer.Copy, arenas map[id.Rank]*memory.Region) {
+	rank, arena := id.Rank(-1), []byte(nil)
+	for _, c := range copies {
+		if c.Rank != rank {
+			rank, arena = c.Rank, arenas[c.Rank].Bytes()
+		}
+		v.add(arena[c.Local : c.Local+c.Bytes])
+	}
 }
 
 // frame parses a header that must belong to the i-th request.

@@ -25,8 +25,10 @@ const (
 	maxSeals       = 1024     // of one request
 	maxCopies      = 4096     // of one request, what a server takes
 	maxFrameBytes  = 16 << 20 // of one answer, what a server gives
+	maxInFlight    = 1024     // requests of one connection
 	frameCopies    = 1023     // of one request, what a reader asks: one writev takes 1024 vectors
-	frameBytes     = 2 << 20  // of one answer, what a reader asks
+	frameBytes     = 4 << 20  // of one answer, what a reader asks
+	laneBytes      = 4 << 20  // of a read, for each of its lanes, at least
 	maxRequestBody = 4 + maxSeals*sealBytes + maxCopies*copyBytes
 )
 

@@ -185,9 +185,10 @@ func FuzzRequest(f *testing.F) {
 // connection, since the receiver makes the system calls itself.
 func FuzzAnswers(f *testing.F) {
 	copies := []transfer.Copy{{Local: 100, Bytes: 50}, {Local: 300, Bytes: 3}, {Local: 400, Bytes: 60}}
-	x := exchange{owner: 9, bounds: bounds{bytes: 53, copies: 2, inFlight: 4}, seals: []transfer.Seal{{Value: 1}}, copies: copies, first: 1}
+	x := exchange{owner: 9, bounds: bounds{bytes: 53, copies: 2, inFlight: 4}, seals: []transfer.Seal{{Value: 1}}, first: 1}
+	cutter := func() transfer.Cutter { return transfer.Cut(copies, x.bounds.bytes, x.bounds.copies) }
 	answers := func(x exchange, v verdict) (b []byte) {
-		cut := x.cutter()
+		cut := cutter()
 		for i, more := uint64(0), true; more; i++ {
 			var part []transfer.Copy
 			part, more = cut.Next(nil)
@@ -228,11 +229,13 @@ func FuzzAnswers(f *testing.F) {
 		_ = unix.Close(fds[1])
 		in := &half{by: newDirection(unix.SYS_READV, func(try func(uintptr) bool) error { try(uintptr(fds[0])); return nil })}
 		x := x
-		tickets := make(chan struct{}, 10)
-		for range cap(tickets) {
-			tickets <- struct{}{}
+		var s scratch
+		cut := cutter()
+		for i, more := uint64(0), true; more && err == nil; i++ {
+			var part []transfer.Copy
+			part, more = cut.Next(nil)
+			_, err = x.receive(in, &s, i, part, more, arenas.local.Arenas)
 		}
-		_, err = x.receive(in, new(scratch), arenas.local.Arenas, tickets)
 		if want := answers(x, verdictHeld); err == nil && !sameButData(b, want) {
 			t.Fatalf("%x is taken for %x", b, want)
 		}

@@ -38,12 +38,35 @@ type link struct {
 	mu     sync.Mutex
 	closed bool
 	idle   []*dialled
-	reads  map[*reading]struct{}
+	reads  map[*running]struct{}
 	work   sync.WaitGroup // reads
 }
 
-// reading is one Read that runs; cancel ends it.
-type reading struct{ cancel context.CancelCauseFunc }
+// running is one Read, waiting included; cancel ends it.
+type running struct{ cancel context.CancelCauseFunc }
+
+// reading is one attempt of a Read, which its lanes share.
+type reading struct {
+	seals  []transfer.Seal
+	todo   *todo
+	stall  *time.Timer
+	cancel context.CancelCauseFunc
+
+	mu     sync.Mutex
+	landed int64
+	failed outcome // of the first lane that did, but for landed
+	again  bool    // it failed since its connection, which had been idle, was dead
+}
+
+// fail ends the attempt, with its first error.
+func (a *reading) fail(of outcome, again bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.failed.err == nil {
+		a.failed, a.again = of, again
+		a.cancel(of.err)
+	}
+}
 
 // dialled is a connection whose owner has proved its life.
 type dialled struct {
@@ -113,7 +136,8 @@ func (l *link) check(seals []transfer.Seal, copies []transfer.Copy) (total int64
 	return total, nil
 }
 
-// read waits for a connection and reads over it.
+// read waits for a connection and reads over it, and over more, its lanes, if it
+// is large and they are free.
 func (l *link) read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy, r *outcome) {
 	ctx, end, err := l.begin(ctx)
 	if err != nil {
@@ -121,66 +145,133 @@ func (l *link) read(ctx context.Context, seals []transfer.Seal, copies []transfe
 		return
 	}
 	defer end()
+	lanes, err := l.acquire(ctx, r.total)
+	if err != nil {
+		r.err = err
+		return
+	}
+	defer l.release(lanes)
+	if l.attempt(ctx, seals, copies, lanes, r) {
+		// The owner had ended an idle connection, and may have ended others.
+		l.drop()
+		l.attempt(ctx, seals, copies, lanes, r)
+	}
+}
+
+// acquire takes a slot, for which it waits, and those of more lanes that are free.
+func (l *link) acquire(ctx context.Context, bytes int64) (lanes int, err error) {
 	select {
 	case l.slots <- struct{}{}:
 	case <-ctx.Done():
-		r.err = fmt.Errorf("wait for a connection: %w", reason(ctx))
-		return
+		return 0, fmt.Errorf("wait for a connection: %w", reason(ctx))
 	}
-	defer func() { <-l.slots }()
-
-	c := l.pop()
-	if c != nil {
-		x := l.over(ctx, c, seals, copies, r)
-		if r.err == nil || x.answered || !broken(r.err) {
-			return
+	want := min(int64(l.t.lanes), bytes/laneBytes)
+	for lanes = 1; int64(lanes) < want; lanes++ {
+		select {
+		case l.slots <- struct{}{}:
+		default:
+			return lanes, nil
 		}
-		// The owner had ended the idle connection; nothing has landed.
 	}
-	if c, r.err = l.dial(ctx); r.err != nil {
-		return
-	}
-	l.over(ctx, c, seals, copies, r)
+	return lanes, nil
 }
 
-// over runs the exchange on c under the limits, and puts c back if it is good
-// for another.
-func (l *link) over(ctx context.Context, c *dialled, seals []transfer.Seal, copies []transfer.Copy, r *outcome) *exchange {
+func (l *link) release(lanes int) {
+	for range lanes {
+		<-l.slots
+	}
+}
+
+// attempt reads once, and reports true if it has failed for a connection that
+// had been idle and was dead.
+func (l *link) attempt(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy, lanes int, r *outcome) (again bool) {
 	limits := l.t.limits
+	// Whatever ends the read closes its connections, and with them the receiving
+	// calls: one way out for stall, total time, Close, a lane that fails, and the
+	// caller.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	// Whatever ends the read closes the connection, and with it the receiving
-	// call: one way out for stall, total time, Close and the caller.
-	stall := time.AfterFunc(limits.Stall, func() { cancel(errStall) })
-	defer stall.Stop()
 	whole := time.AfterFunc(limits.Total(r.total), func() { cancel(errTotal) })
 	defer whole.Stop()
-	stopAbort := context.AfterFunc(ctx, c.abort)
-	c.recv.moved = func() { stall.Reset(limits.Stall) }
+	// A byte of any lane is progress.
+	stall := time.AfterFunc(limits.Stall, func() { cancel(errStall) })
+	defer stall.Stop()
+	a := &reading{seals: seals, todo: newTodo(copies, r.total, lanes), stall: stall, cancel: cancel}
 
-	x := exchange{owner: l.peer.Life.Incarnation, bounds: c.bounds, seals: seals, copies: copies, first: c.next}
+	// More lanes are no condition: one that isn't there yet when all is asked for
+	// is not waited for. What is there already is for the first one.
+	dialling, enough := context.WithCancel(ctx)
+	defer enough()
+	c := l.pop()
+	var more sync.WaitGroup
+	for range lanes - 1 {
+		more.Go(func() { l.join(ctx, dialling, a) })
+	}
+	l.lead(ctx, c, a)
+	enough()
+	more.Wait()
+	r.landed, r.address, r.err = a.landed, a.failed.address, a.failed.err
+	return a.again
+}
+
+// lead is the first lane, over c, or a new connection if that is nil.
+func (l *link) lead(ctx context.Context, c *dialled, a *reading) {
+	idle := c != nil
+	if !idle {
+		var err error
+		if c, err = l.dial(ctx); err != nil {
+			a.fail(outcome{err: err}, false)
+			return
+		}
+	}
+	l.over(ctx, c, idle, a)
+}
+
+// join is one lane more, if it has a connection before dialling ends.
+func (l *link) join(ctx, dialling context.Context, a *reading) {
+	c := l.pop()
+	idle := c != nil
+	if !idle {
+		var err error
+		if c, err = l.dial(dialling); err != nil {
+			return // the others do without
+		}
+	}
+	l.over(ctx, c, idle, a)
+}
+
+// over is one lane: it reads over c until nothing is left to ask for, and puts c
+// back if it is good for another read.
+func (l *link) over(ctx context.Context, c *dialled, idle bool, a *reading) {
+	stopAbort := context.AfterFunc(ctx, c.abort)
+	c.recv.moved = func() { a.stall.Reset(l.t.limits.Stall) }
+	x := exchange{owner: l.peer.Life.Incarnation, bounds: c.bounds, seals: a.seals, todo: a.todo, first: c.next}
 	good, err := false, error(nil)
-	if len(seals) > c.bounds.seals {
-		good, err = true, fmt.Errorf("read under %d seals, the peer takes %d", len(seals), c.bounds.seals)
+	if len(a.seals) > c.bounds.seals {
+		good, err = true, fmt.Errorf("read under %d seals, the peer takes %d", len(a.seals), c.bounds.seals)
 	} else {
 		good, err = x.run(ctx, c.wire, &c.scratch, l.t.local.Arenas)
 	}
-	c.next += x.requests
+	c.next += x.asked
 	if !stopAbort() {
 		good = false
 		if err != nil {
 			err = reason(ctx)
 		}
 	}
-	r.address, r.landed, r.err = c.address, x.landed, err
+	if err != nil {
+		a.fail(outcome{address: c.address, err: err}, idle && !x.answered && broken(err))
+	}
+	a.mu.Lock()
+	a.landed += x.landed
+	a.mu.Unlock()
 	if good && l.push(c) {
-		return &x
+		return
 	}
 	l.t.hangUp(c)
 	if broken(err) || errors.Is(err, transfer.ErrStalled) {
 		l.drop() // what killed this one may have killed the idle ones: the next read dials
 	}
-	return &x
 }
 
 // reason is why ctx ended, in words of this package where it was us.
@@ -206,7 +297,7 @@ func (l *link) begin(ctx context.Context) (_ context.Context, end func(), err er
 		return nil, nil, reason(ctx)
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
-	r := &reading{cancel: cancel}
+	r := &running{cancel: cancel}
 	l.mu.Lock()
 	if l.closed {
 		l.mu.Unlock()
@@ -303,6 +394,7 @@ func (l *link) dial(ctx context.Context) (*dialled, error) {
 		l.t.hangUp(c)
 		return nil, fmt.Errorf("shake hands with %s: %w", c.address, err)
 	}
+	c.scratch.grow(c.bounds.inFlight)
 	return c, nil
 }
 
@@ -413,7 +505,7 @@ func newLink(t *Transport, peer transfer.Peer, addresses []netip.AddrPort) *link
 	peer.ArenaBytes = maps.Clone(peer.ArenaBytes)
 	return &link{
 		t: t, peer: peer, addresses: addresses,
-		slots: make(chan struct{}, t.linkConns), reads: map[*reading]struct{}{},
+		slots: make(chan struct{}, t.linkConns), reads: map[*running]struct{}{},
 	}
 }
 

@@ -607,7 +607,7 @@ func TestStaleWhileRequestsAreBlocked(t *testing.T) {
 		_, _ = c.Write(appendHeader(nil, verdictOf(1, verdictStale)))
 		<-t.Context().Done()
 	})
-	reader := newReader(t, Options{MaxInFlight: 1 << 20, Limits: transfer.Limits{Stall: 5 * time.Second}})
+	reader := newReader(t, Options{MaxInFlight: maxInFlight, Limits: transfer.Limits{Stall: 5 * time.Second}})
 	link := open(t, reader, fakePeer(owner))
 	seals := slices.Repeat([]transfer.Seal{{Value: 1}}, maxSeals) // 12 KiB a request
 	copies := make([]transfer.Copy, 2000)
@@ -695,13 +695,13 @@ func TestWaitForAConnection(t *testing.T) {
 func TestStats(t *testing.T) { bothWays(t, testStats) }
 
 func testStats(t *testing.T, o, r Options) {
-	owner, reader := newPair(t, 4<<20, o, r)
+	owner, reader := newPair(t, 8<<20, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
 	if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: frameBytes + 1}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := link.Read(short(t), seals, []transfer.Copy{{Remote: 4 << 20, Bytes: 1}}); err == nil {
+	if err := link.Read(short(t), seals, []transfer.Copy{{Remote: 8 << 20, Bytes: 1}}); err == nil {
 		t.Fatal("no error")
 	}
 	owner.local.Seals.Store(1, 0)

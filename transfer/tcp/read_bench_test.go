@@ -64,3 +64,35 @@ func BenchmarkOpen(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkSubmit is what the reader's side does for every copy but the system
+// calls: it checks it, asks for it, and makes a vector of it.
+func BenchmarkSubmit(b *testing.B) {
+	const size, pages = 64 << 20, 4096
+	owner, reader := newPair(b, size, Options{}, Options{})
+	seals := []transfer.Seal{owner.hold(1, 1)}
+	l := open(b, reader, owner.peer()).(*link)
+	copies := make([]transfer.Copy, pages)
+	for i, p := range rand.Perm(size / 4096)[:pages] {
+		copies[i] = transfer.Copy{Remote: int64(p) * 4096, Local: int64(i) * 4096, Bytes: 4096}
+	}
+	var s scratch
+	var v vector
+	var list []transfer.Copy
+	b.ReportAllocs()
+	for b.Loop() {
+		total, err := l.check(seals, copies)
+		if err != nil {
+			b.Fatal(err)
+		}
+		x := exchange{bounds: bounds{bytes: frameBytes, copies: frameCopies}, todo: newTodo(copies, total, 1)}
+		for ok := true; ok; {
+			if list, ok = x.next(&s, list); ok {
+				s.out = appendRequest(s.out[:0], 1, request{seals: seals, copies: list})
+				v.reset()
+				destinations(&v, list, reader.local.Arenas)
+			}
+		}
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/pages, "ns/page")
+}

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"flag"
 	"net"
 	"net/netip"
 	"testing"
@@ -11,6 +12,8 @@ import (
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
+
+var soak = flag.Duration("soak", 5*time.Second, "how long reads, cancels, and restarts run at random")
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
@@ -41,6 +44,8 @@ func TestSuiteTLS(t *testing.T) {
 		})
 	}})
 }
+
+func TestSoak(t *testing.T) { transfertest.Soak(t, factory("127.0.0.1:0"), *soak) }
 
 // The suite below the faulty wrapper: what tcp gets then are reads in pieces
 // and in any order.

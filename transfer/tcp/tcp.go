@@ -3,9 +3,11 @@
 //
 // A [Transport] serves this node's arenas and opens links to peers. A link is a
 // small pool of connections to one life of one peer, and every read has a
-// connection for itself: to cancel a read is to close its connection, and
-// Read, which itself makes the receiving calls, returns after the last of them
-// has returned. So nothing lands later, and no other read is disturbed. The
+// connection for itself, a large one several, its lanes: to cancel a read is to
+// close its connections, and Read returns after the last of the receiving calls
+// has returned. So nothing lands later, and no other read is disturbed. Each lane
+// asks for the next piece when it may, and its owner gives a verdict on every
+// piece; the read holds if all do, and ends with the first lane that fails. The
 // bytes go from the owner's arena by writev and into the reader's by readv;
 // never by sendfile, splice or zero copy, which would read the pages after the
 // seal words were looked at.
@@ -91,6 +93,9 @@ import (
 // Name is [Transport.Name].
 const Name = "tcp"
 
+// DefaultLanes is what a machine of two cores was best with over loopback.
+const DefaultLanes = 2
+
 // ErrPort: the port that was asked for cannot be had.
 var ErrPort = errors.New("port not available")
 
@@ -101,9 +106,10 @@ type Options struct {
 	Advertise netip.AddrPort  // what peers dial; default: the bound address, or the routable one of this machine; port 0 means the bound port
 	Limits    transfer.Limits // of dialling and reading; its Stall and total time also bound how slowly a reader may take an answer
 
-	MaxInFlight int           // requests under way on one connection, as reader and as owner; default 4
+	MaxInFlight int           // requests under way on one connection, as reader and as owner; default 4, at most 1024
 	MaxConns    int           // accepted connections, half of which may be strangers that shake hands; default 512
-	LinkConns   int           // connections of one link, which is how many of its reads run at once; default 4
+	LinkConns   int           // connections of one link, which is how many of its reads run at once; default 4, or two reads of Lanes
+	Lanes       int           // connections of those that share one large read, if they are free; default [DefaultLanes]
 	Idle        time.Duration // how long an accepted connection may wait for a request; default 10 min
 
 	Identity *identity.Identity // with it the data port speaks TLS and nothing else, here and at every peer; default: no TLS
@@ -116,11 +122,15 @@ func (o Options) withDefaults() Options {
 	if o.MaxInFlight <= 0 {
 		o.MaxInFlight = 4
 	}
+	o.MaxInFlight = min(o.MaxInFlight, maxInFlight)
+	if o.Lanes <= 0 {
+		o.Lanes = DefaultLanes
+	}
 	if o.MaxConns <= 0 {
 		o.MaxConns = 512
 	}
 	if o.LinkConns <= 0 {
-		o.LinkConns = 4
+		o.LinkConns = max(4, 2*o.Lanes)
 	}
 	if o.Idle <= 0 {
 		o.Idle = 10 * time.Minute
@@ -137,6 +147,7 @@ type Transport struct {
 	limits     transfer.Limits
 	inFlight   int
 	linkConns  int
+	lanes      int
 	identity   *identity.Identity
 	log        *slog.Logger
 	machine    string
@@ -195,7 +206,7 @@ func serve(listener *net.TCPListener, o Options) (*Transport, error) {
 	}
 	o.Local.Arenas = maps.Clone(o.Local.Arenas)
 	t := &Transport{
-		local: o.Local, limits: o.Limits, inFlight: o.MaxInFlight, linkConns: o.LinkConns, identity: o.Identity, log: o.Logger,
+		local: o.Local, limits: o.Limits, inFlight: o.MaxInFlight, linkConns: o.LinkConns, lanes: o.Lanes, identity: o.Identity, log: o.Logger,
 		machine: machine(), bound: bound, advertised: addresses, links: map[*link]struct{}{},
 	}
 	t.server = &server{
