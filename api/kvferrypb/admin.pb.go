@@ -420,7 +420,7 @@ type TransportStatus struct {
 	Available     bool                   `protobuf:"varint,2,opt,name=available,proto3" json:"available,omitempty"`
 	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"` // why not
 	ReadBytes     uint64                 `protobuf:"varint,4,opt,name=read_bytes,json=readBytes,proto3" json:"read_bytes,omitempty"`
-	ServedBytes   uint64                 `protobuf:"varint,5,opt,name=served_bytes,json=servedBytes,proto3" json:"served_bytes,omitempty"`
+	ServedBytes   *uint64                `protobuf:"varint,5,opt,name=served_bytes,json=servedBytes,proto3,oneof" json:"served_bytes,omitempty"` // absent: peers read by themselves, and nobody here sees it
 	Reads         uint64                 `protobuf:"varint,6,opt,name=reads,proto3" json:"reads,omitempty"`
 	Failures      uint64                 `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
 	Stale         uint64                 `protobuf:"varint,8,opt,name=stale,proto3" json:"stale,omitempty"`
@@ -487,8 +487,8 @@ func (x *TransportStatus) GetReadBytes() uint64 {
 }
 
 func (x *TransportStatus) GetServedBytes() uint64 {
-	if x != nil {
-		return x.ServedBytes
+	if x != nil && x.ServedBytes != nil {
+		return *x.ServedBytes
 	}
 	return 0
 }
@@ -1327,8 +1327,8 @@ type PeerItem struct {
 	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
 	Incarnation   uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
-	State         string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"` // connected, connecting, failed, or suspect: its stream broke, it is probed
-	Transport     string                 `protobuf:"bytes,5,opt,name=transport,proto3" json:"transport,omitempty"`
+	State         string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"`         // connected, connecting, failed, or suspect: its stream broke, it is probed
+	Transport     string                 `protobuf:"bytes,5,opt,name=transport,proto3" json:"transport,omitempty"` // by which it is read; "": no link to it is open
 	Refused       []*PeerItem_Refusal    `protobuf:"bytes,6,rep,name=refused,proto3" json:"refused,omitempty"`
 	LastError     string                 `protobuf:"bytes,7,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
 	Geometry      *Geometry              `protobuf:"bytes,8,opt,name=geometry,proto3" json:"geometry,omitempty"` // as it said; absent until then
@@ -2444,10 +2444,12 @@ func (x *ArenaResponse_Stream) GetHostPages() uint32 {
 	return 0
 }
 
+// Refusal is a better transport that is not used.
 type PeerItem_Refusal struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
 	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	RetryIn       *durationpb.Duration   `protobuf:"bytes,3,opt,name=retry_in,json=retryIn,proto3" json:"retry_in,omitempty"` // until it is tried again; absent: it is due, or the peer does not have it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2494,6 +2496,13 @@ func (x *PeerItem_Refusal) GetReason() string {
 		return x.Reason
 	}
 	return ""
+}
+
+func (x *PeerItem_Refusal) GetRetryIn() *durationpb.Duration {
+	if x != nil {
+		return x.RetryIn
+	}
+	return nil
 }
 
 // What names it or is at it.
@@ -2819,17 +2828,18 @@ const file_admin_proto_rawDesc = "" +
 	"\tpublished\x18\a \x01(\rR\tpublished\x12\x1d\n" +
 	"\n" +
 	"host_total\x18\b \x01(\rR\thostTotal\x12\x1b\n" +
-	"\thost_free\x18\t \x01(\rR\bhostFree\"\xe5\x01\n" +
+	"\thost_free\x18\t \x01(\rR\bhostFree\"\xfb\x01\n" +
 	"\x0fTransportStatus\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1c\n" +
 	"\tavailable\x18\x02 \x01(\bR\tavailable\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x1d\n" +
 	"\n" +
-	"read_bytes\x18\x04 \x01(\x04R\treadBytes\x12!\n" +
-	"\fserved_bytes\x18\x05 \x01(\x04R\vservedBytes\x12\x14\n" +
+	"read_bytes\x18\x04 \x01(\x04R\treadBytes\x12&\n" +
+	"\fserved_bytes\x18\x05 \x01(\x04H\x00R\vservedBytes\x88\x01\x01\x12\x14\n" +
 	"\x05reads\x18\x06 \x01(\x04R\x05reads\x12\x1a\n" +
 	"\bfailures\x18\a \x01(\x04R\bfailures\x12\x14\n" +
-	"\x05stale\x18\b \x01(\x04R\x05stale\"\x10\n" +
+	"\x05stale\x18\b \x01(\x04R\x05staleB\x0f\n" +
+	"\r_served_bytes\"\x10\n" +
 	"\x0eMembersRequest\"\xe4\x01\n" +
 	"\x06Member\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
@@ -2901,7 +2911,7 @@ const file_admin_proto_rawDesc = "" +
 	"\breleased\x18\x06 \x01(\rR\breleased\x12\x1d\n" +
 	"\n" +
 	"host_pages\x18\a \x01(\rR\thostPages\"\x0e\n" +
-	"\fPeersRequest\"\xd8\x02\n" +
+	"\fPeersRequest\"\x8e\x03\n" +
 	"\bPeerItem\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x18\n" +
@@ -2911,10 +2921,11 @@ const file_admin_proto_rawDesc = "" +
 	"\arefused\x18\x06 \x03(\v2\x1c.kvferry.v1.PeerItem.RefusalR\arefused\x12\x1d\n" +
 	"\n" +
 	"last_error\x18\a \x01(\tR\tlastError\x120\n" +
-	"\bgeometry\x18\b \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x1a?\n" +
+	"\bgeometry\x18\b \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x1au\n" +
 	"\aRefusal\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x16\n" +
-	"\x06reason\x18\x02 \x01(\tR\x06reason\";\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\x124\n" +
+	"\bretry_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aretryIn\";\n" +
 	"\rPeersResponse\x12*\n" +
 	"\x05items\x18\x01 \x03(\v2\x14.kvferry.v1.PeerItemR\x05items\"1\n" +
 	"\rRevokeRequest\x12 \n" +
@@ -3107,43 +3118,44 @@ var file_admin_proto_depIdxs = []int32{
 	0,  // 21: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
 	40, // 22: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
 	41, // 23: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
-	42, // 24: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
-	42, // 25: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
-	1,  // 26: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	5,  // 27: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	8,  // 28: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	11, // 29: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	14, // 30: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	16, // 31: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	19, // 32: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	21, // 33: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
-	23, // 34: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
-	24, // 35: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
-	25, // 36: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
-	27, // 37: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
-	29, // 38: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
-	31, // 39: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
-	33, // 40: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
-	2,  // 41: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	7,  // 42: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	10, // 43: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	13, // 44: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	15, // 45: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	18, // 46: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	20, // 47: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	22, // 48: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
-	44, // 49: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
-	45, // 50: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
-	26, // 51: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
-	28, // 52: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
-	30, // 53: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
-	32, // 54: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
-	34, // 55: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
-	41, // [41:56] is the sub-list for method output_type
-	26, // [26:41] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	42, // 24: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
+	42, // 25: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
+	42, // 26: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
+	1,  // 27: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	5,  // 28: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	8,  // 29: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	11, // 30: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	14, // 31: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	16, // 32: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	19, // 33: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	21, // 34: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
+	23, // 35: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
+	24, // 36: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
+	25, // 37: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	27, // 38: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	29, // 39: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	31, // 40: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	33, // 41: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	2,  // 42: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	7,  // 43: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	10, // 44: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	13, // 45: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	15, // 46: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	18, // 47: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	20, // 48: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	22, // 49: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
+	44, // 50: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
+	45, // 51: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
+	26, // 52: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	28, // 53: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	30, // 54: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	32, // 55: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	34, // 56: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	42, // [42:57] is the sub-list for method output_type
+	27, // [27:42] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -3152,6 +3164,7 @@ func file_admin_proto_init() {
 		return
 	}
 	file_engine_proto_init()
+	file_admin_proto_msgTypes[3].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -2100,13 +2100,16 @@ func (x *PublishResponse) GetGossipDeferred() bool {
 }
 
 type AdmitRetrieveRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"` // an ingested one
-	GraphNode     string                 `protobuf:"bytes,2,opt,name=graph_node,json=graphNode,proto3" json:"graph_node,omitempty"`
-	Walk          string                 `protobuf:"bytes,3,opt,name=walk,proto3" json:"walk,omitempty"`
-	Reference     string                 `protobuf:"bytes,4,opt,name=reference,proto3" json:"reference,omitempty"`                   // "": any owner that published the request
-	MinTokens     uint32                 `protobuf:"varint,5,opt,name=min_tokens,json=minTokens,proto3" json:"min_tokens,omitempty"` // ready with so many tokens of each label; 0: final only
-	Wait          *durationpb.Duration   `protobuf:"bytes,6,opt,name=wait,proto3" json:"wait,omitempty"`                             // 0: poll
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Request   string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"` // an ingested one
+	GraphNode string                 `protobuf:"bytes,2,opt,name=graph_node,json=graphNode,proto3" json:"graph_node,omitempty"`
+	Walk      string                 `protobuf:"bytes,3,opt,name=walk,proto3" json:"walk,omitempty"`
+	Reference string                 `protobuf:"bytes,4,opt,name=reference,proto3" json:"reference,omitempty"`                   // "": any owner that published the request
+	MinTokens uint32                 `protobuf:"varint,5,opt,name=min_tokens,json=minTokens,proto3" json:"min_tokens,omitempty"` // ready with so many tokens of each label; 0: final only
+	Wait      *durationpb.Duration   `protobuf:"bytes,6,opt,name=wait,proto3" json:"wait,omitempty"`                             // 0: poll
+	// Nobody waits for it yet: it is read after all that somebody waits for. A
+	// later call for the request without it makes what it has begun urgent.
+	Prefetch      bool `protobuf:"varint,7,opt,name=prefetch,proto3" json:"prefetch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2181,6 +2184,13 @@ func (x *AdmitRetrieveRequest) GetWait() *durationpb.Duration {
 		return x.Wait
 	}
 	return nil
+}
+
+func (x *AdmitRetrieveRequest) GetPrefetch() bool {
+	if x != nil {
+		return x.Prefetch
+	}
+	return false
 }
 
 type AdmitRetrieveResponse struct {
@@ -4063,7 +4073,7 @@ const file_engine_proto_rawDesc = "" +
 	"\x06Length\x12\x14\n" +
 	"\x05label\x18\x01 \x01(\tR\x05label\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\rR\x06tokens\x12\x14\n" +
-	"\x05pages\x18\x03 \x01(\rR\x05pages\"\xcf\x01\n" +
+	"\x05pages\x18\x03 \x01(\rR\x05pages\"\xeb\x01\n" +
 	"\x14AdmitRetrieveRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x1d\n" +
 	"\n" +
@@ -4072,7 +4082,8 @@ const file_engine_proto_rawDesc = "" +
 	"\treference\x18\x04 \x01(\tR\treference\x12\x1d\n" +
 	"\n" +
 	"min_tokens\x18\x05 \x01(\rR\tminTokens\x12-\n" +
-	"\x04wait\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x04wait\"\xbf\x02\n" +
+	"\x04wait\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12\x1a\n" +
+	"\bprefetch\x18\a \x01(\bR\bprefetch\"\xbf\x02\n" +
 	"\x15AdmitRetrieveResponse\x123\n" +
 	"\treadiness\x18\x01 \x01(\x0e2\x15.kvferry.v1.ReadinessR\treadiness\x12B\n" +
 	"\alengths\x18\x02 \x03(\v2(.kvferry.v1.AdmitRetrieveResponse.LengthR\alengths\x12\x14\n" +

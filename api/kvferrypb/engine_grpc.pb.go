@@ -82,7 +82,8 @@ type EngineClient interface {
 	// AdmitRetrieve brings in what others published of a request. With wait it
 	// returns when ready or failed, or when the wait is over, which ends no read:
 	// call it again, or Cancel; without wait it polls. Whoever waits when the
-	// request is cancelled, removed, or reset gets CANCELLED.
+	// request is cancelled, removed, or reset gets CANCELLED. Reads are in a queue,
+	// those first that can make a request ready; RESOURCE_EXHAUSTED: it is full.
 	AdmitRetrieve(ctx context.Context, in *AdmitRetrieveRequest, opts ...grpc.CallOption) (*AdmitRetrieveResponse, error)
 	// Cancel ends a retrieval, and every AdmitRetrieve that waits for it, and
 	// returns when its pages are safe to reuse.
@@ -397,7 +398,8 @@ type EngineServer interface {
 	// AdmitRetrieve brings in what others published of a request. With wait it
 	// returns when ready or failed, or when the wait is over, which ends no read:
 	// call it again, or Cancel; without wait it polls. Whoever waits when the
-	// request is cancelled, removed, or reset gets CANCELLED.
+	// request is cancelled, removed, or reset gets CANCELLED. Reads are in a queue,
+	// those first that can make a request ready; RESOURCE_EXHAUSTED: it is full.
 	AdmitRetrieve(context.Context, *AdmitRetrieveRequest) (*AdmitRetrieveResponse, error)
 	// Cancel ends a retrieval, and every AdmitRetrieve that waits for it, and
 	// returns when its pages are safe to reuse.

@@ -83,6 +83,7 @@ type side struct {
 	geometry   page.Geometry
 	ranks      []int          // nil: not known
 	transports []string       // that can be used; nil: not known
+	inUse      bool           // of these only the one that is in use is known
 	config     *config.Config // nil: it is a node that runs
 }
 
@@ -170,7 +171,7 @@ func knownTo(self *kvferrypb.StatusResponse, peers *kvferrypb.PeersResponse) nod
 			n.geometry, n.err = kvferrypb.ToGeometry(p.GetGeometry())
 		}
 		if p.GetTransport() != "" {
-			n.transports = []string{p.GetTransport()}
+			n.transports, n.inUse = []string{p.GetTransport()}, true
 		}
 		all = append(all, n)
 	}
@@ -202,6 +203,8 @@ type comparison struct {
 	Transports []string     `json:"transports"` // that both can use; null: not known
 	// NotCompared are keys of a file that a node does not tell of itself.
 	NotCompared []string `json:"not_compared"`
+
+	ifOneHost bool // shm is in common, which takes more than that
 }
 
 // difference is a field in which two nodes differ.
@@ -232,12 +235,15 @@ func compare(a, b side) comparison {
 	}
 	if a.transports != nil && b.transports != nil {
 		c.Transports = slices.DeleteFunc(slices.Clone(a.transports), func(t string) bool { return !slices.Contains(b.transports, t) })
+		c.ifOneHost = slices.Contains(c.Transports, "shm") && !a.inUse && !b.inUse
 		none := len(c.Transports) == 0
 		note := "those in common are used"
 		if none {
 			note = "must have one in common"
 		}
-		add("transports", strings.Join(a.transports, " "), strings.Join(b.transports, " "), none, note)
+		if none || !a.inUse && !b.inUse {
+			add("transports", strings.Join(a.transports, " "), strings.Join(b.transports, " "), none, note)
+		}
 	}
 	switch {
 	case (a.config == nil) != (b.config == nil):
@@ -329,6 +335,9 @@ func (c comparison) print(w io.Writer, output *format) error {
 		common = "not known, they have not connected yet"
 	case common == "":
 		common = "none"
+	}
+	if c.ifOneHost {
+		common += "; shm if they share a host and transfer.rendezvous"
 	}
 	fmt.Fprintf(w, "transports in common: %s\n", printable(common))
 	if len(c.NotCompared) > 0 {

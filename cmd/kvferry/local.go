@@ -50,11 +50,15 @@ A node's name, addresses, and paths are its own: --set does not set them. Once i
 is up, its configuration has its ports, and all others to join: a node that died
 comes back by "kvferry local restart NODE".
 
+The nodes read each other by shared memory, as nodes of one host do. As if they
+were on different machines: --set transfer.transports=tcp.
+
 With --secure every node has a certificate, and gossip a key, made for this
 cluster alone: certificate and key lie in the node's directory, what signed them
 is kept nowhere.`,
 		Example: `  kvferry local up --prefill 2 --decode 2 --layers 2
   kvferry local up --prefill 1 --decode 1 --pages 33 --host-pages 64
+  kvferry local up --set transfer.transports=tcp
   kvferry local up --name big -c mine.yaml --set arena.pages=4GiB`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -91,7 +95,11 @@ is kept nowhere.`,
 			out := cmd.OutOrStdout()
 			rows := newTable(out, "node", "role", "pid", "gossip", "peer", "data", "http", "engine")
 			for _, n := range c.Nodes() {
-				rows.AppendRow([]any{n.Node, n.Role, n.PID, n.Gossip, n.Peer, n.Data, n.HTTP, n.Engine})
+				data := "-" // without tcp
+				if n.Data.IsValid() {
+					data = n.Data.String()
+				}
+				rows.AppendRow([]any{n.Node, n.Role, n.PID, n.Gossip, n.Peer, data, n.HTTP, n.Engine})
 			}
 			rows.Render()
 			_, err = fmt.Fprintf(out, "%s ready in %v\n", countNodes(len(c.Nodes())), time.Since(begin).Round(time.Millisecond))

@@ -21,7 +21,11 @@ func newPeers(t *target) *cobra.Command {
 			for _, i := range m.GetItems() {
 				refused := make([]string, 0, len(i.GetRefused()))
 				for _, r := range i.GetRefused() {
-					refused = append(refused, r.GetTransport()+": "+r.GetReason())
+					why := r.GetTransport() + ": " + r.GetReason()
+					if r.GetRetryIn() != nil {
+						why += " (again in " + formatDuration(r.GetRetryIn()) + ")"
+					}
+					refused = append(refused, why)
 				}
 				geometry := "-" // until it has said it
 				if g := i.GetGeometry(); g != nil {

@@ -60,8 +60,12 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 	fmt.Fprintln(w)
 	rows := newTable(w, "transport", "available", "read", "served", "reads", "failures", "stale", "reason")
 	for _, t := range s.GetTransports() {
+		served := "-" // peers read by themselves, or not at all
+		if t.ServedBytes != nil {
+			served = formatBytes(t.GetServedBytes())
+		}
 		rows.AppendRow([]any{
-			t.GetName(), t.GetAvailable(), formatBytes(t.GetReadBytes()), formatBytes(t.GetServedBytes()),
+			t.GetName(), t.GetAvailable(), formatBytes(t.GetReadBytes()), served,
 			t.GetReads(), t.GetFailures(), t.GetStale(), orDash(t.GetReason()),
 		})
 	}

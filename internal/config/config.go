@@ -110,6 +110,13 @@ type Transfer struct {
 	// Require names the one transport that may be used: a peer that it does not
 	// reach is an error, not a reason for another. "" takes the best.
 	Require string `yaml:"require"`
+	// Lanes are the connections of tcp that share one large read, Workers the
+	// copies of shm that run at once; 0: what the transport thinks best.
+	Lanes   int `yaml:"lanes"`
+	Workers int `yaml:"workers"`
+	// Rendezvous is the directory in which nodes of one host find each other for
+	// shm: those that name the same one do. Default: the directory of Node.Socket.
+	Rendezvous string `yaml:"rendezvous"`
 	// Verify page compares what has landed with checksums that the owner makes
 	// when it publishes, if it is set there, too; none does not.
 	Verify string `yaml:"verify"`
@@ -117,9 +124,13 @@ type Transfer struct {
 }
 
 // Limits bound one node's pulls and one attempt at a pull: it may take
-// Base + bytes/Rate, and connecting Dial of that.
+// Base + bytes/Rate, and connecting Dial of that. A pull is read in slices, so
+// that what is urgent does not wait for the whole of what is not.
 type Limits struct {
-	InFlight int           `yaml:"in_flight"` // pulls that run at once; more wait
+	InFlight int           `yaml:"in_flight"` // slices that are read at once; more wait
+	Bytes    Size          `yaml:"bytes"`     // of them together
+	Waiting  int           `yaml:"waiting"`   // slices that may wait; a pull that finds no room is refused
+	Slice    Size          `yaml:"slice"`     // bytes of one at most
 	Dial     time.Duration `yaml:"dial"`
 	Base     time.Duration `yaml:"base"`
 	Rate     Size          `yaml:"rate"` // bytes a second
@@ -179,8 +190,11 @@ func Default() *Config {
 		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
 		Transfer: Transfer{
 			Verify:     "none",
-			Transports: []string{"tcp"},
-			Limits:     Limits{InFlight: 64, Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000},
+			Transports: []string{"shm", "tcp"},
+			Limits: Limits{
+				InFlight: 64, Bytes: 256 << 20, Waiting: 4096, Slice: 32 << 20,
+				Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000,
+			},
 		},
 		Cluster: Cluster{Name: "default", Preset: "default"},
 		Timers: Timers{

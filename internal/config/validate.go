@@ -20,7 +20,18 @@ import (
 )
 
 // Transports are the transports that may be named in transfer.transports.
-func Transports() []string { return []string{"tcp"} }
+func Transports() []string { return []string{"shm", "tcp"} }
+
+// Bounds of the transfer section.
+const (
+	maxLanes   = 64
+	maxWorkers = 256
+	maxPath    = 4096 - 1 // of Linux
+	maxReads   = 4096     // at once
+	maxWaiting = 1 << 20
+	minSlice   = 4 << 10
+	maxUnder   = 1 << 40 // bytes that are read at once
+)
 
 // maxSocket is the longest path of a unix socket, less the ".fd" of the socket
 // that hands out descriptors.
@@ -287,11 +298,38 @@ func (v *validation) transfer() {
 	if t.Require != "" && !slices.Contains(t.Transports, t.Require) {
 		v.wrong("transfer.require", "%.80q is not one of transfer.transports %v", t.Require, t.Transports)
 	}
-	v.upTo("transfer.limits.in_flight", t.Limits.InFlight, 4096)
+	v.orDefault("transfer.lanes", t.Lanes, maxLanes)
+	v.orDefault("transfer.workers", t.Workers, maxWorkers)
+	v.rendezvous()
+	v.upTo("transfer.limits.in_flight", t.Limits.InFlight, maxReads)
+	v.upTo("transfer.limits.waiting", t.Limits.Waiting, maxWaiting)
+	if t.Limits.Bytes < minSlice || t.Limits.Bytes > maxUnder {
+		v.wrong("transfer.limits.bytes", "%s is not in %s to %s", t.Limits.Bytes, Size(minSlice), Size(maxUnder))
+	} else if t.Limits.Slice < minSlice || t.Limits.Slice > t.Limits.Bytes {
+		v.wrong("transfer.limits.slice", "%s is not in %s to transfer.limits.bytes (%s)", t.Limits.Slice, Size(minSlice), t.Limits.Bytes)
+	}
 	v.timer("transfer.limits.dial", t.Limits.Dial)
 	v.timer("transfer.limits.base", t.Limits.Base)
 	if t.Limits.Rate < 1 {
 		v.wrong("transfer.limits.rate", "%s is no rate; want bytes a second, such as 10MB", t.Limits.Rate)
+	}
+}
+
+// orDefault checks a number of which 0 leaves the choice to whom it is for.
+func (v *validation) orDefault(key string, n, most int) {
+	if n < 0 || n > most {
+		v.wrong(key, "%d is not in 1 to %d; 0, or leaving it out, takes the default", n, most)
+	}
+}
+
+// rendezvous is where all nodes of this user have their sockets, unless it is said.
+func (v *validation) rendezvous() {
+	t := &v.config.Transfer
+	if t.Rendezvous == "" {
+		t.Rendezvous = filepath.Dir(v.config.Node.Socket)
+	}
+	if len(t.Rendezvous) > maxPath || strings.ContainsRune(t.Rendezvous, 0) {
+		v.wrong("transfer.rendezvous", "%.80q is no path of a directory; want one of at most %d bytes", t.Rendezvous, maxPath)
 	}
 }
 

@@ -20,6 +20,8 @@ const (
 	configFile = "config.yaml"
 	logFile    = "log"
 	stateDir   = "state"
+
+	rendezvousDir = "rendezvous" // of all nodes
 )
 
 // Root is the directory that holds the local clusters of this user:

@@ -63,7 +63,7 @@ type Ready struct {
 	Incarnation uint64         `json:"incarnation,string"`
 	Gossip      netip.AddrPort `json:"gossip"`
 	Peer        netip.AddrPort `json:"peer"`
-	Data        netip.AddrPort `json:"data"`
+	Data        netip.AddrPort `json:"data"` // zero without tcp
 	HTTP        netip.AddrPort `json:"http"`
 	Engine      string         `json:"engine"` // path of the socket
 }

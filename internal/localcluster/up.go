@@ -286,6 +286,9 @@ func nodeConfig(o Options, n Node, join []string, secrets *secrets) (*config.Con
 	c.Node.Name, c.Node.Group, c.Node.Role = n.Node, n.Node, n.Role
 	c.Node.StateDir = filepath.Join(n.Dir, stateDir)
 	c.Node.Socket = filepath.Join(n.Dir, "sock")
+	if c.Transfer.Rendezvous == "" {
+		c.Transfer.Rendezvous = filepath.Join(filepath.Dir(n.Dir), rendezvousDir)
+	}
 	c.Ports = config.Ports{}
 	c.Cluster.Join = join
 	secrets.apply(n, c)
@@ -578,6 +581,9 @@ func awaitPorts(ctx context.Context, n Node) error {
 	defer cancel()
 	return WaitFor(ctx, 20*time.Millisecond, func() error {
 		for _, at := range []netip.AddrPort{n.Gossip, n.Peer, n.Data, n.HTTP} {
+			if !at.IsValid() { // it has no such port
+				continue
+			}
 			l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", at.String())
 			if err != nil {
 				return err

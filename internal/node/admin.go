@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/hex"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -46,13 +47,23 @@ func (a adminService) Status(context.Context, *kvferrypb.StatusRequest) (*kvferr
 	for _, ad := range []struct{ name, address string }{
 		{"gossip", n.addresses.Gossip.String()},
 		{"peer", n.addresses.Peer.String()},
-		{"data", n.addresses.Data.String()},
+		{"data", dataAddress(n.addresses.Data)},
 		{"http", n.addresses.HTTP.String()},
 		{"engine", n.addresses.Engine},
 	} {
-		res.Addresses = append(res.Addresses, &kvferrypb.StatusResponse_Address{Name: ad.name, Address: ad.address})
+		if ad.address != "" {
+			res.Addresses = append(res.Addresses, &kvferrypb.StatusResponse_Address{Name: ad.name, Address: ad.address})
+		}
 	}
 	return res, nil
+}
+
+// dataAddress is "" without tcp.
+func dataAddress(at netip.AddrPort) string {
+	if !at.IsValid() {
+		return ""
+	}
+	return at.String()
 }
 
 func (n *Node) pageCounts(c manager.Counts) *kvferrypb.PageCounts {
@@ -192,16 +203,14 @@ func (a adminService) Peers(context.Context, *kvferrypb.PeersRequest) (*kvferryp
 	all := a.node.peers.all()
 	slices.SortFunc(all, func(x, y *peer) int { return cmp.Compare(x.life.Node, y.life.Node) })
 	for _, p := range all {
-		state, transport, refused, err := p.state()
+		state, err := p.state()
+		transport, refused := p.transports()
 		h, known := p.said()
 		i := &kvferrypb.PeerItem{
-			Node: string(p.life.Node), Incarnation: uint64(p.life.Incarnation), Address: p.member.Meta.Peer.String(), State: state, Transport: transport,
+			Node: string(p.life.Node), Incarnation: uint64(p.life.Incarnation), Address: p.member.Meta.Peer.String(), State: state, Transport: transport, Refused: refused,
 		}
 		if known {
 			i.Geometry = kvferrypb.FromGeometry(h.geometry)
-		}
-		for _, r := range refused {
-			i.Refused = append(i.Refused, &kvferrypb.PeerItem_Refusal{Transport: r.Transport, Reason: r.Reason})
 		}
 		if err != nil {
 			i.LastError = err.Error()

@@ -35,6 +35,7 @@ type query struct {
 	minTokens int
 	wait      time.Duration // 0: look once
 	meet      time.Time     // until then the owner may be unknown: its reference can be faster than gossip
+	prefetch  bool          // nobody waits for it yet
 	of        uint32        // the attempt that it goes on with, and nothing else; 0: any
 }
 
@@ -223,6 +224,7 @@ func (n *Node) look(ctx context.Context, s *session, q query) (sight, error) {
 		case !meant:
 			return sight{answer: f.answer(manager.Waiting)}, fmt.Errorf("retrieve %q: already reads %s: %w", q.request, f.source, manager.ErrReading)
 		case f.reading() != nil:
+			f.urge(q)
 			return sight{answer: f.answer(manager.Reading), follow: f, changed: changed}, nil
 		default:
 			if err := f.failure(); err != nil && !f.mayGoOn() {

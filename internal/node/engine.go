@@ -113,7 +113,7 @@ func (e engineService) OpenArena(ctx context.Context, req *kvferrypb.OpenArenaRe
 	if a == nil {
 		return nil, fmt.Errorf("rank %d is not local, %v are: %w", r, e.node.ranks, id.ErrInvalid)
 	}
-	token, err := e.node.servers.handover.token(r)
+	token, err := e.node.handover.token(r)
 	if err != nil {
 		return nil, err
 	}
@@ -267,6 +267,7 @@ func (e engineService) AdmitRetrieve(ctx context.Context, req *kvferrypb.AdmitRe
 		at:        manager.At{Node: id.GraphNode(req.GetGraphNode()), Walk: id.Walk(req.GetWalk())},
 		minTokens: int(min(req.GetMinTokens(), math.MaxInt32)),
 		wait:      min(req.GetWait().AsDuration(), maxWait),
+		prefetch:  req.GetPrefetch(),
 	}
 	if req.GetReference() != "" {
 		ref, err := e.node.keyring.current().Decode(req.GetReference())

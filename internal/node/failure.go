@@ -60,6 +60,7 @@ func failures() []failure {
 		{manager.ErrNoPages, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "free pages, then try again"},
 		{manager.ErrFull, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "remove requests"},
 		{publish.ErrFull, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "wait until readers have taken what is published"},
+		{transfer.ErrQueueFull, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "try again later; raise transfer.limits.waiting to let more wait, and in_flight and bytes there if memory and network have room"},
 		{errTooMany, kvferrypb.Failure_RESOURCE_EXHAUSTED, codes.ResourceExhausted, "try again later"},
 		{manager.ErrFinal, kvferrypb.Failure_ALREADY_EXISTS, codes.AlreadyExists, "reset the request to publish it again"},
 		{manager.ErrEnded, kvferrypb.Failure_EXPIRED, codes.FailedPrecondition, "reset the request to publish it again"},

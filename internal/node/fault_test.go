@@ -88,9 +88,12 @@ func (e *engine) retrieving(r, reference string, minTokens int) chan result {
 
 // TestReusedPagesAreNeverReady: the pages of a publication get another owner
 // between the announcement and the read. The reader must not take them.
-func TestReusedPagesAreNeverReady(t *testing.T) {
+func TestReusedPagesAreNeverReady(t *testing.T) { overBoth(t, reusedPagesAreNeverReady) }
+
+func reusedPagesAreNeverReady(t *testing.T, by [2]string) {
+	t.Helper()
 	g := newGate()
-	prefill, decode := startGated(t, g.wrap)
+	prefill, decode := startGated(t, g.wrap, by)
 	p, d := openEngine(t, prefill), openEngine(t, decode)
 	p.ingest("r1")
 	d.ingest("r1")
@@ -145,7 +148,10 @@ func (e *engine) pages(r string) []int32 {
 
 // TestCancelInAnyPhase: when Cancel has returned the request can be used at
 // once, and nothing of the cancelled read lands in it.
-func TestCancelInAnyPhase(t *testing.T) {
+func TestCancelInAnyPhase(t *testing.T) { overBoth(t, cancelInAnyPhase) }
+
+func cancelInAnyPhase(t *testing.T, by [2]string) {
+	t.Helper()
 	for name, fault := range map[string]transfertest.Fault{
 		"while it reads":    {Delay: time.Hour},
 		"half landed":       {Cancel: true},
@@ -161,7 +167,7 @@ func TestCancelInAnyPhase(t *testing.T) {
 					return transfertest.Fault{}
 				}
 				return fault
-			}), [2]string{"timers.attempts", "1"})
+			}), [2]string{"timers.attempts", "1"}, by)
 			p, d := openEngine(t, prefill), openEngine(t, decode)
 			p.ingest("r1")
 			d.ingest("r1")
@@ -215,11 +221,11 @@ func TestReadIsTriedAgain(t *testing.T) {
 			return transfertest.Fault{Err: errors.New("a cable was pulled")}
 		}
 		return transfertest.Fault{Reorder: true}
-	}), [2]string{"timers.backoff_min", "1ms"})
+	}), [2]string{"timers.backoff_min", "1ms"}, overTCP)
 	p, d := openEngine(t, prefill), openEngine(t, decode)
 	carry(t, "r1", bring{chunks: chunks(), target: "decode"}, p, d)
 
-	prefill, decode = startGated(t, faulty(func(int) transfertest.Fault { return transfertest.Fault{Err: errors.New("a cable was pulled")} }), [2]string{"timers.backoff_min", "1ms"})
+	prefill, decode = startGated(t, faulty(func(int) transfertest.Fault { return transfertest.Fault{Err: errors.New("a cable was pulled")} }), [2]string{"timers.backoff_min", "1ms"}, overTCP)
 	p, d = openEngine(t, prefill), openEngine(t, decode)
 	p.ingest("r1")
 	d.ingest("r1")
@@ -324,11 +330,14 @@ func TestMaxHold(t *testing.T) {
 
 // TestOwnerLost: whoever reads from a node that goes is told, with its name and
 // life; all others go on.
-func TestOwnerLost(t *testing.T) {
+func TestOwnerLost(t *testing.T) { overBoth(t, ownerLost) }
+
+func ownerLost(t *testing.T, by [2]string) {
+	t.Helper()
 	g := newGate()
-	gone := startNode(t, "gone", nil)
-	stays := startNode(t, "stays", gone)
-	decode := startWith(t, configure(t, "decode", gone), g.wrap)
+	gone := startNode(t, "gone", nil, by)
+	stays := startNode(t, "stays", gone, by)
+	decode := startWith(t, configure(t, "decode", gone, by), g.wrap)
 	awaitPeers(t, gone, stays, decode)
 	a, b, d := openEngine(t, gone), openEngine(t, stays), openEngine(t, decode)
 	life := gone.Life()
@@ -371,16 +380,22 @@ func TestOwnerLost(t *testing.T) {
 
 // TestOwnerRestarts: the owner comes back three times under its name and on its
 // ports while requests run.
-func TestOwnerRestarts(t *testing.T) {
-	c := configure(t, "prefill", nil)
+func TestOwnerRestarts(t *testing.T) { overBoth(t, ownerRestarts) }
+
+func ownerRestarts(t *testing.T, by [2]string) {
+	t.Helper()
+	c := configure(t, "prefill", nil, by)
 	prefill := startWith(t, c, nil)
 	a := prefill.Addresses()
 	for key, port := range map[string]uint16{"gossip": a.Gossip.Port(), "peer": a.Peer.Port(), "data": a.Data.Port(), "http": a.HTTP.Port()} {
+		if port == 0 { // there is no tcp
+			continue
+		}
 		if err := c.Set("ports."+key, strconv.Itoa(int(port))); err != nil {
 			t.Fatal(err)
 		}
 	}
-	decode := startNode(t, "decode", prefill)
+	decode := startNode(t, "decode", prefill, by)
 	if err := c.Set("cluster.join", decode.Addresses().Gossip.String()); err != nil {
 		t.Fatal(err)
 	}

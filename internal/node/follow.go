@@ -412,6 +412,12 @@ func (f *follow) refuse(why string) {
 	}
 }
 
+func (f *follow) wake() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.wakeLocked()
+}
+
 func (f *follow) wakeLocked() {
 	close(f.changed)
 	f.changed = make(chan struct{})
@@ -477,6 +483,7 @@ func (f *follow) asks(q query) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.query = q
+	f.urgeLocked(q)
 }
 
 func (f *follow) answer(r manager.Readiness) answer {

@@ -855,7 +855,7 @@ func TestGroupOfManyCalls(t *testing.T) {
 // has ended comes in the end, and nothing is left.
 func TestGroupUnderStress(t *testing.T) {
 	small := [2]string{"arena.pages", "24"}
-	g := startTrio(t, nil, small)
+	g := startTrio(t, nil, small, [2]string{"transfer.limits.slice", "4KiB"})
 	end := time.Now().Add(*soak)
 	var work sync.WaitGroup
 	var ready, calm atomic.Int64

@@ -33,11 +33,27 @@ type member struct {
 	t      testing.TB
 }
 
+// overTCP keeps nodes from reading each other by shared memory, which they do if
+// nothing is said: they are on one host.
+var overTCP = [2]string{"transfer.transports", "tcp"}
+
+// overBoth runs a test over each transport, with nothing to fall back to.
+func overBoth(t *testing.T, f func(t *testing.T, by [2]string)) {
+	t.Helper()
+	for _, by := range []string{"shm", "tcp"} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			f(t, [2]string{"transfer.transports", by})
+		})
+	}
+}
+
 // yaml is the node section that all tests share: small pages, short timers.
 const yaml = `
 node: {name: %s, role: both, bind: 127.0.0.1, socket: %s, state_dir: %s}
 ports: {gossip: 0, peer: 0, data: 0, http: 0}
 arena: {model: test, pages: 64, page_size: 8, layers: 2, heads: 2, head_dim: 8, dtype: bf16, layout: NHD}
+transfer: {rendezvous: %s}
 cluster: {name: %s, preset: fast}
 timers: {drain: 10ms}
 `
@@ -57,7 +73,7 @@ func configure(t testing.TB, name string, seed *member, set ...[2]string) *confi
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	c, err := config.Parse("test", fmt.Appendf(nil, yaml, name, filepath.Join(dir, "s"), filepath.Join(dir, "state"), "test"))
+	c, err := config.Parse("test", fmt.Appendf(nil, yaml, name, filepath.Join(dir, "s"), filepath.Join(dir, "state"), rendezvous, "test"))
 	if err != nil {
 		t.Fatal(err)
 	}

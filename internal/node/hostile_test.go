@@ -449,6 +449,13 @@ func TestHostileHello(t *testing.T) {
 		"another's data port": {func(_ context.Context, n *member, r *kvferrypb.HelloResponse) {
 			r.Transports[0].Address = readdress(r.GetTransports()[0].GetAddress(), n.Addresses().Data.String())
 		}, []kvferrypb.Failure_Code{kvferrypb.Failure_OWNER_LOST}},
+		"another's shared memory": {func(ctx context.Context, n *member, r *kvferrypb.HelloResponse) {
+			theirs, err := callPeer(n.t, n).Hello(ctx, &kvferrypb.HelloRequest{From: r.GetLife(), To: "prefill"})
+			if err != nil {
+				n.t.Error(err)
+			}
+			r.Transports = theirs.GetTransports()[:1]
+		}, []kvferrypb.Failure_Code{kvferrypb.Failure_OWNER_LOST}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

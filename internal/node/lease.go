@@ -112,7 +112,6 @@ type held struct {
 	done      map[id.Node]bool // reader nodes that have said their final word
 	leases    map[reader]time.Time
 
-	cause string    // how it ended, once that was noticed; due has yet to say so
 	check time.Time // when to look at it: the end of it or of a lease
 	index int       // in the heap
 }
@@ -334,8 +333,8 @@ func (h *holds) leased() int {
 func (h *holds) find(now time.Time, seq id.Sequence) (*held, error) {
 	if p := h.live[seq]; p != nil {
 		h.drop(p, now)
-		if p.cause = h.over(p, now); p.cause != "" {
-			return nil, &holdEndedError{cause: p.cause}
+		if cause := h.over(p, now); cause != "" {
+			return nil, &holdEndedError{cause: cause}
 		}
 		return p, nil
 	}
@@ -442,12 +441,13 @@ func (e *holdEndedError) Error() string {
 
 func (e *holdEndedError) Unwrap() error { return publish.ErrEnded }
 
-// cause says how a publication ended, as long as that is remembered, else "".
-func (h *holds) cause(seq id.Sequence) string {
+// cause says how a publication ended, as long as that is remembered, also before
+// due has returned it; else "".
+func (h *holds) cause(now time.Time, seq id.Sequence) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if p := h.live[seq]; p != nil {
-		return p.cause
+		return h.over(p, now)
 	}
 	return h.tombs[seq].cause
 }

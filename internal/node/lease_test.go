@@ -345,7 +345,7 @@ func TestHolds(t *testing.T) {
 			if again := l.h.end(l.now, 1, "released"); again != nil {
 				l.t.Errorf("ended twice, with %v", again)
 			}
-			if got := l.h.cause(1); got != "revoked" {
+			if got := l.h.cause(l.now, 1); got != "revoked" {
 				l.t.Errorf("cause %q", got)
 			}
 			if _, err := l.h.lease(l.now, 1, reads("d")); !errors.Is(err, publish.ErrEnded) {
@@ -360,12 +360,17 @@ func TestHolds(t *testing.T) {
 		},
 		"nothing changes it between its end and its sweep": func(l *ledger) {
 			l.publish(1, sealed)
+			l.at(29)
+			if got := l.h.cause(l.now, 1); got != "" {
+				l.t.Errorf("cause before the end: %q", got)
+			}
 			l.at(30)
+			// Whoever looks it up is told what whoever wants a lease is told.
+			if got := l.h.cause(l.now, 1); got != "expired" {
+				l.t.Errorf("cause %q", got)
+			}
 			if _, err := l.h.lease(l.now, 1, reads("d")); !errors.Is(err, publish.ErrEnded) {
 				l.t.Errorf("lease after the end: %v", err)
-			}
-			if got := l.h.cause(1); got != "expired" {
-				l.t.Errorf("cause %q", got)
 			}
 			l.ack(1, reads("d"), landed, ackLate)
 			l.due("expired")
@@ -388,7 +393,7 @@ func TestHolds(t *testing.T) {
 				l.t.Errorf("got %v", err)
 			}
 			l.ack(1, reads("d"), landed, ackUnknown)
-			if readers, cause := l.h.end(l.now, 1, "revoked"), l.h.cause(1); readers != nil || cause != "" {
+			if readers, cause := l.h.end(l.now, 1, "revoked"), l.h.cause(l.now, 1); readers != nil || cause != "" {
 				l.t.Errorf("got %v, %q", readers, cause)
 			}
 		},

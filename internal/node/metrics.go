@@ -11,7 +11,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
 	"github.com/kvferry/kvferry/transfer"
-	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
 // metrics knows the names of everything that is measured. What other packages
@@ -78,7 +77,7 @@ func newMetrics(n *Node) *metrics {
 	m.leaseSlack = histogram("lease_slack_seconds", "What was left of a lease of ours when its renewal was answered; less than 0: it had run out.", []float64{0, 0.1, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 60})
 	m.handshakes = counter("handshakes_total", "Hellos to peers.", "result")
 	m.handshakeSeconds = histogram("handshake_seconds", "Time of a hello.", seconds)
-	m.fallbacks = counter("transport_fallbacks_total", "Links opened by a worse transport.", "from", "to", "reason")
+	m.fallbacks = counter("transport_fallbacks_total", "Changes of the transport by which a peer is read: to a worse one, and back.", "from", "to", "reason")
 	m.rejects = counter("compat_rejects_total", "Peers whose KV differs, by field.", "field")
 	m.authFailures = counter(authFailuresTotal, authFailuresHelp, "surface")
 	m.badMessages = counter("bad_messages_total", "Messages of peers that were refused.", "surface")
@@ -102,7 +101,9 @@ func newMetrics(n *Node) *metrics {
 	}
 	for i, from := range n.config.Transfer.Transports {
 		for _, to := range n.config.Transfer.Transports[i+1:] {
-			m.fallbacks.WithLabelValues(from, to, "unavailable")
+			m.fallbacks.WithLabelValues(from, to, whyUnavailable)
+			m.fallbacks.WithLabelValues(from, to, whyFailed)
+			m.fallbacks.WithLabelValues(to, from, whyRecovered)
 		}
 	}
 	for vec, values := range map[*prometheus.CounterVec][]string{
@@ -238,30 +239,40 @@ func (s snapshot) reader(out samples, now time.Time) {
 	}
 	out.gauges("retrievals_inflight", "Publications that are followed here, by state.", "state", states)
 	out.age("oldest_seconds", "Age of the oldest of a kind.", oldest, "kind", "retrieval")
+	q := n.reads.Stats()
+	out.gauges("read_slices", "Slices of what is brought in, by whether they are read or wait for their turn.", "state", map[string]int{
+		"reading": q.UnderWay.Places, "urgent": q.Urgent.Places, "other": q.Other.Places,
+	})
+	out.gauges("read_slice_bytes", "Bytes of these slices.", "state", map[string]int{
+		"reading": int(q.UnderWay.Bytes), "urgent": int(q.Urgent.Bytes), "other": int(q.Other.Bytes),
+	})
+	out.age("oldest_seconds", "Age of the oldest of a kind.", q.Oldest, "kind", "slice")
 	peers := map[string]int{"connected": 0, "connecting": 0, "failed": 0, "suspect": 0}
 	for _, p := range n.peers.all() {
-		state, _, _, _ := p.state()
+		state, _ := p.state()
 		peers[state]++
 	}
 	out.gauges("peers", "Other members by state.", "state", peers)
 }
 
+// transports are those that are open.
 func (s snapshot) transports(out samples) {
-	if s.node.servers.tcp == nil {
-		return
+	for _, t := range s.node.counting {
+		c, is := t.counts(), []string{"transport", t.transport}
+		out.count("read_bytes_total", "Bytes read from peers.", c.readBytes, is...)
+		out.counts("reads_total", "Reads from peers, a slice each, by how they ended.", "result", map[string]uint64{
+			"held": c.held, "stale": c.stale, "failed": c.failed,
+		}, is...)
+		if c.blind {
+			out.count("served_links_total", "Links opened by peers that read by themselves.", c.links, is...)
+		} else {
+			out.count("served_bytes_total", "Bytes read by peers.", c.answered, is...)
+			out.count("served_answers_total", "Answers with bytes, to reads of peers; a read is one or several.", c.answers, is...)
+			out.count(authFailuresTotal, authFailuresHelp, c.unproven, "surface", "data")
+		}
+		out.counts("served_refused_total", "What was refused of what came to a transport.", "why", c.refused, is...)
+		out.gauges("data_connections", "Connections that are open.", "by", c.connections, is...)
 	}
-	st, is := s.node.servers.tcp.Stats(), []string{"transport", tcp.Name}
-	out.count("read_bytes_total", "Bytes read from peers.", st.ReadBytes, is...)
-	out.count("served_bytes_total", "Bytes read by peers.", st.ServedBytes, is...)
-	out.count("served_answers_total", "Answers with bytes, to reads of peers; a read is one or several.", st.Served, is...)
-	out.counts("reads_total", "Reads from peers, a rank each, by how they ended.", "result", map[string]uint64{
-		"held": st.Reads, "stale": st.Stale, "failed": st.Errors,
-	}, is...)
-	out.counts("served_refused_total", "What was refused at the data port.", "why", map[string]uint64{
-		"garbage": st.Garbage, "stranger": st.Strangers, "out_of_range": st.OutOfRange, "stale": st.ServedStale, "busy": st.Refused, "evicted": st.Evicted,
-	}, is...)
-	out.gauges("data_connections", "Connections that are open.", "by", map[string]int{"peers": st.Accepted, "us": st.Dialled}, is...)
-	out.count(authFailuresTotal, authFailuresHelp, st.Unproven, "surface", "data")
 }
 
 // gossip is what the cluster counts.

@@ -111,9 +111,9 @@ func words() map[string][]string {
 	}
 	return map[string][]string{
 		"version": {""}, "go": {runtime.Version()},
-		"code": codes, "transport": {"tcp", "none"}, "from": {}, "to": {}, "phase": {"read"},
-		"state":   {"free", "owned", "limbo", "quarantine", "sink", "published", "host_free", "host_used", "open", "sealed", "leased", "waiting", "queued", "reading", "backoff", "connected", "connecting", "failed", "suspect", "announced", "reserved"},
-		"outcome": {"released", "expired", "revoked", "offloaded", "failed"}, "kind": {"publication", "retrieval"}, "where": {"reader"},
+		"code": codes, "transport": {"shm", "tcp", "none"}, "from": {"shm", "tcp"}, "to": {"shm", "tcp"}, "phase": {"read"},
+		"state":   {"free", "owned", "limbo", "quarantine", "sink", "published", "host_free", "host_used", "open", "sealed", "leased", "waiting", "queued", "reading", "backoff", "connected", "connecting", "failed", "suspect", "announced", "reserved", "urgent", "other"},
+		"outcome": {"released", "expired", "revoked", "offloaded", "failed"}, "kind": {"publication", "retrieval", "slice"}, "where": {"reader"},
 		"result": {
 			"granted", "renewed", "refused", "ran_out", "counted", "duplicate", "late", "unknown", "dropped", "lost", "released", "expired", "revoked", "offloaded", "full", "failed", "other", "removed", "cut",
 			"ok", "identity", "held", "stale", "answered", "good", "bad",
@@ -122,7 +122,7 @@ func words() map[string][]string {
 		"field":     {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"},
 		"surface":   {"engine", "fd", "peer", "data", "gossip", "push", "push_pull"},
 		"direction": {"in", "out", "offload", "reload"}, "by": {"peers", "us"}, "queue": {"memberlist", "own"}, "which": {"max", "floor"},
-		"reason": {"outbox_full", "not_offered_again", "not_passed", "malformed", "unknown_version", "old_life", "no_member"},
+		"reason": {"outbox_full", "not_offered_again", "not_passed", "malformed", "unknown_version", "old_life", "no_member", "unavailable", "failed", "recovered"},
 		"cause":  {"released", "expired", "owner_gone", "evicted", "admit", "retrieve", "reload"},
 		"what": {
 			"in", "out", "made", "overtaken", "shortened", "sent", "received", "ignored", "expected", "heard", "missed", "news", "duplicate", "conflict",
@@ -137,7 +137,6 @@ func TestMetricsBegin(t *testing.T) {
 	n := startNode(t, "fresh", nil)
 	_, families, samples := scrape(t, n)
 	want := documented(t)
-	delete(want, "kvferry_transport_fallbacks_total")   // there is one transport
 	delete(want, "kvferry_certificate_expires_seconds") // and no certificate
 	for name := range want {
 		if families[name] == "" {
@@ -157,7 +156,7 @@ func TestMetricsBegin(t *testing.T) {
 // spelled as Prometheus wants it, and no label says what others can choose.
 func TestMetrics(t *testing.T) {
 	a := newAuthority(t, year)
-	set := [][2]string{{"cluster.keyring", testKey}, {"timers.lease_renew", "50ms"}}
+	set := [][2]string{{"cluster.keyring", testKey}, {"timers.lease_renew", "50ms"}, {"transfer.transports", "tcp,shm"}}
 	prefill, decode := startSecure(t, a, set...)
 	other := startWith(t, certified(t, a, configure(t, "decoy", prefill, append(set, [2]string{"arena.model", "another"})...), "prefill", "dec*"), nil)
 	awaitPeers(t, prefill, decode, other)
@@ -223,7 +222,6 @@ func TestMetrics(t *testing.T) {
 	}
 
 	want := documented(t)
-	delete(want, "kvferry_transport_fallbacks_total") // there is one transport
 	allowed := words()
 	for _, n := range []*member{prefill, decode} {
 		raw, families, samples := scrape(t, n)

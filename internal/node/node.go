@@ -3,10 +3,11 @@
 //
 // The two stories of a request are told in prefill.go (publish, and let go by
 // the owner's rule) and decode.go (find, and admit), with follow.go (the reader's
-// hold on a publication), pull.go (read, and settle), group.go (owners of several
-// ranks), and verify.go (checksums) behind it. Around them: steps.go the step
+// hold on a publication), pull.go (read, and settle), errand.go (in slices, each in
+// its turn), group.go (owners of several ranks), and verify.go (checksums) behind
+// it. Around them: steps.go the step
 // cycle, kv.go KV through calls, host.go the host tier, peers.go this node's hold
-// on the others, session.go the engines at work, lease.go who still reads what,
+// on the others, route.go by which transport they are read, session.go the engines at work, lease.go who still reads what,
 // sweep.go everything that happens because time passes, gossip.go what the
 // cluster tells, security.go who others prove to be, keyring.go the gossip keys,
 // warmup.go the check after warm-up, drain.go the way out, and engine.go, peer.go,
@@ -14,7 +15,7 @@
 //
 // Locks are taken in this order, and none is held across I/O or a wait:
 //
-//	sessions → session, owner → follows → follow → peers → peer → tier → (manager, log, board, holds, sums, queue)
+//	sessions → session, owner → follows → follow → peers → peer → tier → (manager, log, board, holds, sums, queue, route, reads)
 package node
 
 import (
@@ -68,7 +69,7 @@ type Options struct {
 type Addresses struct {
 	Gossip netip.AddrPort `json:"gossip"`
 	Peer   netip.AddrPort `json:"peer"`
-	Data   netip.AddrPort `json:"data"`
+	Data   netip.AddrPort `json:"data"` // zero without tcp
 	HTTP   netip.AddrPort `json:"http"`
 	Engine string         `json:"engine"` // path of the socket
 }
@@ -95,12 +96,13 @@ type Node struct {
 	follows    *follows
 	sessions   *sessions
 	transports []transfer.Transport // in order of preference
-	refused    []transfer.Refusal   // those that are not used, and why
-	reads      chan struct{}        // a place for each read that may run
+	counting   []counting           // what each of them counts
+	refused    []refusal            // those that are not used, and why
+	reads      *transfer.Queue
 	cluster    *cluster.Cluster
 	keyring    *keyring
 	identity   *identity.Identity // nil: nobody has to prove who it is
-	servers    servers
+	handover   *handover
 	addresses  Addresses
 	metrics    *metrics
 
@@ -162,7 +164,7 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 		geometry: c.Geometry(),
 		arenas:   make(map[id.Rank]*memory.Region),
 		follows:  newFollows(),
-		reads:    make(chan struct{}, c.Transfer.Limits.InFlight),
+		reads:    newReads(c.Transfer.Limits),
 		kick:     make(chan struct{}, 1),
 		leaving:  newLeaving(),
 	}

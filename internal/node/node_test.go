@@ -36,6 +36,8 @@ func TestOneRequestTwoNodes(t *testing.T) {
 		"more pages":     {decode: [][2]string{{"arena.pages", "100"}}},
 		"keyring":        {bring: bring{reference: true}, both: [][2]string{{"cluster.keyring", testKey}}},
 		"required":       {both: [][2]string{{"transfer.require", "tcp"}, {"arena.huge_pages", "never"}}},
+		"over tcp":       {bring: bring{target: "decode", labels: []string{"draft", "main"}}, both: [][2]string{overTCP, {"arena.ranks", "0,1"}}},
+		"HND over tcp":   {both: [][2]string{overTCP, {"arena.layout", "HND"}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -59,8 +59,9 @@ type peers struct {
 }
 
 // peer is this node's hold on one life of another node: its control
-// connection, what its Hello said, and the link that reads its pages. It owns
-// two goroutines: one warms up and settles leases, the other pushes.
+// connection, what its Hello said, and the route by which its pages are read. It
+// owns three goroutines: one warms up and settles leases, one pushes, and one
+// looks whether a better transport can be used again.
 type peer struct {
 	node   *Node
 	life   id.Life
@@ -78,11 +79,13 @@ type peer struct {
 	untold   atomic.Int64  // receipts and pushes that the peer has not answered
 	draining atomic.Bool   // it takes nothing new
 
+	rerouted chan struct{} // one wish to look at the route is as good as many
+
 	mu      sync.Mutex
-	hello   hello // valid once greeted is closed
-	link    transfer.Link
-	by      transfer.Transport
-	refused []transfer.Refusal
+	hello   hello           // valid once greeted is closed, and so is route
+	route   *transfer.Route // how its pages are read
+	by      string          // the transport that was chosen last; "": none yet
+	broken  string          // the transport of the last read that failed
 	lastErr error
 	suspect bool // fenced here, until a probe succeeds
 }
@@ -139,6 +142,7 @@ func (ps *peers) add(m cluster.Member) {
 		receipts: newQueue[receipt](maxReceipts),
 		pushes:   newQueue[pushItem](maxPushes),
 		snapshot: make(chan struct{}, 1),
+		rerouted: make(chan struct{}, 1),
 	}
 	p.draining.Store(m.Meta.Draining)
 	ps.mu.Lock()
@@ -160,6 +164,7 @@ func (ps *peers) add(m cluster.Member) {
 	// Started under the mutex, so that nobody closes a peer that has yet to start.
 	p.work.Go(p.settle)
 	p.work.Go(p.pushAll)
+	p.work.Go(p.seekBetter)
 	ps.mu.Unlock()
 	if old != nil {
 		old.close(fmt.Errorf("%s was replaced by %s: %w", old.life, p.life, errOwnerLost))
@@ -321,15 +326,11 @@ func (p *peer) close(cause error) {
 	p.stop(cause)
 	p.show()
 	_ = p.conn.Close()
-	p.mu.Lock()
-	link := p.link
-	p.link = nil
-	p.mu.Unlock()
 	p.node.follows.lost(p.life, cause)
 	rest := func() {
-		p.work.Wait()
-		if link != nil {
-			_ = link.Close()
+		p.work.Wait() // nobody says hello any more
+		if p.isKnown() {
+			_ = p.route.Close()
 		}
 	}
 	if !p.node.spawn(rest) {
@@ -367,6 +368,9 @@ func (p *peer) greet() bool {
 		p.node.metrics.handshake(time.Since(start), err)
 		p.mu.Lock()
 		p.hello, p.lastErr = h, err
+		if err == nil {
+			p.route = p.node.route(p.life, h)
+		}
 		p.mu.Unlock()
 		if err == nil {
 			for _, d := range p.node.geometry.Differences(h.geometry) {
@@ -495,59 +499,6 @@ func (p *peer) isKnown() bool {
 		return true
 	default:
 		return false
-	}
-}
-
-// reader returns the link to the peer's memory, opened at the first call.
-func (p *peer) reader(ctx context.Context) (transfer.Link, transfer.Transport, error) {
-	h, err := p.known(ctx)
-	if err != nil {
-		return nil, nil, err
-	}
-	p.mu.Lock()
-	link, by := p.link, p.by
-	p.mu.Unlock()
-	if link != nil {
-		return link, by, nil
-	}
-	by, link, refused, err := transfer.Choose(ctx, p.node.transports, transfer.Peer{Life: p.life, ArenaBytes: h.arenas}, h.descriptors)
-	p.mu.Lock()
-	p.refused, p.lastErr = refused, err
-	if err == nil && p.link != nil { // somebody was faster
-		spare := link
-		link, by = p.link, p.by
-		p.mu.Unlock()
-		_ = spare.Close()
-		return link, by, nil
-	}
-	if err == nil && p.ctx.Err() != nil {
-		p.mu.Unlock()
-		_ = link.Close()
-		return nil, nil, context.Cause(p.ctx)
-	}
-	if err == nil {
-		p.link, p.by = link, by
-	}
-	p.mu.Unlock()
-	if err != nil {
-		return nil, nil, err
-	}
-	for _, r := range refused {
-		p.node.metrics.fallbacks.WithLabelValues(r.Transport, by.Name(), "unavailable").Inc()
-	}
-	return link, by, nil
-}
-
-// drop closes a link that has failed; the next reader opens another.
-func (p *peer) drop(link transfer.Link) {
-	p.mu.Lock()
-	same := p.link == link
-	if same {
-		p.link = nil
-	}
-	p.mu.Unlock()
-	if same {
-		_ = link.Close()
 	}
 }
 
@@ -842,7 +793,7 @@ func (p *peer) probe() {
 }
 
 // state is for people to look at.
-func (p *peer) state() (state, transport string, refused []transfer.Refusal, err error) {
+func (p *peer) state() (state string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
@@ -855,10 +806,7 @@ func (p *peer) state() (state, transport string, refused []transfer.Refusal, err
 	default:
 		state = "connecting"
 	}
-	if p.by != nil {
-		transport = p.by.Name()
-	}
-	return state, transport, p.refused, p.lastErr
+	return state, p.lastErr
 }
 
 func lifeMessage(l id.Life) *kvferrypb.Life {

@@ -161,7 +161,7 @@ func (o *owner) publishes(r id.Request) bool {
 // failLocked gives a publication up that could not be made, or could not grow.
 // If it had run out, it says so.
 func (o *owner) failLocked(now time.Time, p *published, err error) (offer, error) {
-	cause := o.holds.cause(p.name.Sequence)
+	cause := o.holds.cause(now, p.name.Sequence)
 	if cause == "" {
 		cause = "failed"
 	}
@@ -284,7 +284,7 @@ func (o *owner) find(now time.Time, s id.Sequence, r id.Request) (full []byte, r
 		s = p.name.Sequence
 	}
 	full, name, err := o.log.Find(now, s, r)
-	if cause := o.holds.cause(s); err != nil && cause != "" {
+	if cause := o.holds.cause(now, s); err != nil && cause != "" {
 		err = endedError(cause)
 	}
 	if err != nil {
@@ -319,11 +319,12 @@ func (o *owner) liveLocked(s id.Sequence) (*published, error) {
 	if next, _, ok := o.holds.successor(s); ok {
 		s = next
 	}
+	// Also of one that is over, and has only not been swept: no lease is granted on it.
+	if cause := o.holds.cause(time.Now(), s); cause != "" {
+		return nil, endedError(cause)
+	}
 	if p := o.bySeq[s]; p != nil {
 		return p, nil
-	}
-	if cause := o.holds.cause(s); cause != "" {
-		return nil, endedError(cause)
 	}
 	_, _, err := o.log.Find(time.Now(), s, "") // it knows which have been
 	return nil, cmp.Or(err, publish.ErrEnded)

@@ -5,13 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
-	"slices"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/manager"
@@ -23,7 +22,27 @@ type reading struct {
 	id     manager.RetrievalID
 	cancel context.CancelCauseFunc
 	done   chan struct{} // closed when it has drained and the manager knows
+	final  bool          // it brings in all that there will be
+	reach  int           // tokens that a label has when it has landed, of what it reads
+
+	// The follow's mutex guards these.
 	state  string
+	urgent bool
+	places map[*transfer.Place]struct{} // in the queue of reads
+}
+
+// serves says whether somebody who asks so waits for it: it can make the request ready.
+func (r *reading) serves(q query) bool {
+	return !q.prefetch && (r.final || q.minTokens > 0 && r.reach >= q.minTokens)
+}
+
+// newReads is the queue of the slices that are read. One that waits has at most
+// limits.Slice bytes, so their number bounds their bytes.
+func newReads(limits config.Limits) *transfer.Queue {
+	return transfer.NewQueue(transfer.QueueOptions{
+		Bytes: int64(limits.Bytes), Places: limits.InFlight,
+		Waiting: limits.Waiting, WaitingBytes: int64(limits.Waiting) * int64(limits.Slice),
+	})
 }
 
 // resume goes on with what the engine was told is being read, when another
@@ -45,9 +64,13 @@ func (n *Node) resume(f *follow) {
 // told how it ended.
 func (n *Node) read(f *follow, parts []part, r manager.Retrieval) {
 	ctx, cancel := context.WithCancelCause(n.ctx)
-	run := &reading{id: r.ID, cancel: cancel, done: make(chan struct{}), state: "queued"}
+	run := &reading{
+		id: r.ID, cancel: cancel, done: make(chan struct{}), final: parts[0].source.Final(), reach: reach(r),
+		state: "queued", places: make(map[*transfer.Place]struct{}),
+	}
 	f.mu.Lock()
 	f.running = run
+	run.urgent = run.serves(f.query)
 	if f.over || f.err != nil { // it ended since it was looked at
 		cancel(cmp.Or(f.err, errRemoved))
 	}
@@ -63,22 +86,27 @@ func (n *Node) read(f *follow, parts []part, r manager.Retrieval) {
 	}
 }
 
-// pull moves a retrieval's bytes, with another attempt when that can help. It
-// returns when nothing of it can land any more.
-func (n *Node) pull(ctx context.Context, f *follow, run *reading, parts []part, r manager.Retrieval) (bytes int64, by string, err error) {
-	// Those in front are bounded each, and the caller may give up and cancel.
-	select {
-	case n.reads <- struct{}{}:
-		defer func() { <-n.reads }()
-	case <-ctx.Done():
-		return 0, "", context.Cause(ctx)
+// reach is how many tokens of what a retrieval reads there are when it has
+// landed: of the label that has the fewest.
+func reach(r manager.Retrieval) int {
+	tokens := math.MaxInt
+	for _, m := range r.Moves {
+		tokens = min(tokens, m.To)
 	}
+	return tokens
+}
+
+// pull moves a retrieval's bytes, with another attempt when that can help. It
+// returns when nothing of it can land any more. For its turn it waits as long as
+// its context lasts: whoever is in front is bounded, and the caller may give up
+// and cancel.
+func (n *Node) pull(ctx context.Context, f *follow, run *reading, parts []part, r manager.Retrieval) (bytes int64, by string, err error) {
 	wait := n.config.Timers.BackoffMin
 	attempts := n.config.Timers.Attempts
 	bad := 0 // attempts of which bytes were others than published
 	for attempt := 1; ; attempt++ {
-		f.state(run, "reading")
-		if bytes, by, err = n.pullOnce(ctx, parts, r); err == nil {
+		f.state(run, "queued")
+		if bytes, by, err = n.pullOnce(ctx, f, run, parts, r); err == nil {
 			err = n.verify(ctx, parts, r)
 		}
 		if errors.Is(err, errChecksum) {
@@ -101,87 +129,12 @@ func (n *Node) pull(ctx context.Context, f *follow, run *reading, parts []part, 
 
 // mayHelp says whether another attempt can end otherwise.
 func mayHelp(err error) bool {
-	for _, final := range []error{transfer.ErrStale, transfer.ErrIdentity, identity.ErrRefused, transfer.ErrRange, errOwnerLost} {
+	for _, final := range []error{transfer.ErrStale, transfer.ErrIdentity, transfer.ErrQueueFull, identity.ErrRefused, transfer.ErrRange, errOwnerLost} {
 		if errors.Is(err, final) {
 			return false
 		}
 	}
 	return true
-}
-
-// errand is what is read of one owner for one rank.
-type errand struct {
-	peer   *peer
-	source id.Publication
-	link   transfer.Link
-	seals  []transfer.Seal
-	copies []transfer.Copy
-}
-
-func (n *Node) pullOnce(ctx context.Context, parts []part, r manager.Retrieval) (total int64, by string, err error) {
-	// All are planned before the first is read, so that an error leaves none behind.
-	var errands []errand
-	for owner, p := range parts {
-		planned, transport, err := n.errands(ctx, owner, p, r)
-		by = cmp.Or(transport, by)
-		if err != nil {
-			return 0, by, &partError{p.source.Name, err}
-		}
-		errands = append(errands, planned...)
-	}
-	var reads errgroup.Group // all have returned, whichever failed
-	for _, s := range errands {
-		for _, c := range s.copies {
-			total += c.Bytes
-		}
-		n.metrics.chunks(s.copies)
-		reads.Go(func() error {
-			err := s.link.Read(ctx, s.seals, s.copies)
-			if errors.Is(err, transfer.ErrIdentity) || errors.Is(err, transfer.ErrClosed) {
-				s.peer.drop(s.link)
-			}
-			if err != nil {
-				return &partError{s.source, err}
-			}
-			return nil
-		})
-	}
-	if err := reads.Wait(); err != nil {
-		return 0, by, err
-	}
-	return total, by, nil
-}
-
-// errands are what a retrieval reads of one owner: the parts' owner-th.
-func (n *Node) errands(ctx context.Context, owner int, p part, r manager.Retrieval) (errands []errand, by string, err error) {
-	name := p.source.Name
-	peer := n.peers.byLife(name.Owner)
-	if peer == nil {
-		return nil, "", fmt.Errorf("%s: %w", name.Owner, errOwnerLost)
-	}
-	link, transport, err := peer.reader(ctx)
-	if err != nil {
-		return nil, "", fmt.Errorf("open a link to %s: %w", name.Owner, peer.unreachable(err))
-	}
-	value, _ := id.SealValue(name.Owner.Incarnation, name.Sequence)
-	seals := []transfer.Seal{{Index: p.seal, Value: value}}
-	for _, rank := range n.ranks {
-		var copies []transfer.Copy
-		for _, m := range r.Moves {
-			if m.Owner != owner || !slices.Contains(m.Ranks, rank) {
-				continue
-			}
-			remote := transfer.Side{Layout: p.source.Geometry.Layout, Start: m.RemoteStart, Pages: m.Remote}
-			local := transfer.Side{Layout: n.geometry.Layout, Start: m.LocalStart, Pages: m.Local}
-			if copies, err = transfer.Copies(copies, rank, remote, local, m.From, m.To); err != nil {
-				return nil, transport.Name(), err
-			}
-		}
-		if len(copies) > 0 {
-			errands = append(errands, errand{peer, name, link, seals, copies})
-		}
-	}
-	return errands, transport.Name(), nil
 }
 
 // settle tells the manager how a retrieval ended, once, then whoever waits.
@@ -219,7 +172,6 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, parts []part
 	} else if f.err == nil {
 		f.err = err
 	}
-	f.wakeLocked()
 	f.mu.Unlock()
 	switch {
 	case err != nil && f.mayGoOn():
@@ -230,6 +182,7 @@ func (n *Node) settle(ctx context.Context, f *follow, run *reading, parts []part
 		f.acknowledge(kvferrypb.CompleteItem_LANDED)
 		f.session.emit(retrievedEvent(f.request, source.Name.Owner))
 	}
+	f.wake() // last: the scheduler runs first who was woken last, and this one's caller waits
 	close(run.done)
 }
 

@@ -77,6 +77,7 @@ func identityOf(t testing.TB, a *identity.Authority, n id.Node) *identity.Identi
 func startSecure(t testing.TB, a *identity.Authority, set ...[2]string) (prefill, decode *member) {
 	t.Helper()
 	letIn := []string{"prefill", "dec*", "mallory", "impostor"}
+	set = append([][2]string{overTCP}, set...) // which has certificates
 	prefill = startWith(t, certified(t, a, configure(t, "prefill", nil, set...), letIn...), nil)
 	decode = startWith(t, certified(t, a, configure(t, "decode", prefill, set...), letIn...), nil)
 	awaitPeers(t, prefill, decode)

@@ -21,14 +21,7 @@ import (
 	"google.golang.org/grpc/keepalive"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
-	"github.com/kvferry/kvferry/transfer/tcp"
 )
-
-// servers are those that others ask for.
-type servers struct {
-	handover *handover
-	tcp      *tcp.Transport
-}
 
 // Connections that a service holds at once; those beyond are closed.
 const (
@@ -100,7 +93,7 @@ func (n *Node) openEngineService(ctx context.Context) error {
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
-	n.servers.handover = h
+	n.handover = h
 	n.closers = append(n.closers, h.close)
 	n.addresses.Engine = path
 	s := grpc.NewServer(limits()...)

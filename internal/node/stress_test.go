@@ -29,6 +29,8 @@ func TestStress(t *testing.T) {
 		{"timers.stall", "200ms"},
 		{"timers.backoff_min", "1ms"},
 		{"timers.backoff_max", "10ms"},
+		{"transfer.limits.slice", "4KiB"},
+		{"transfer.limits.in_flight", "5"},
 		{"arena.pages", "28"},
 		{"arena.host_pages", "40"},
 	}
