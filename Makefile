@@ -46,8 +46,8 @@ fuzz: ## every fuzz test for FUZZ=60s
 
 bench: build ## the figures of docs/benchmarks.md, which it writes
 	@scripts/deps.sh bench
-	scripts/with-cluster.sh --prefill 1 --decode 1 -- bench -o markdown >bin/benchmarks.md
-	mv bin/benchmarks.md docs/benchmarks.md
+	scripts/with-cluster.sh --prefill 1 --decode 1 -- bench -o markdown --plot bin/benchmarks.svg >bin/benchmarks.md
+	mv bin/benchmarks.md bin/benchmarks.svg docs/
 	@sed -n '/^## Promises/,/^## Method/p' docs/benchmarks.md
 	go test -run '^$$' -bench . -benchmem ./internal/page ./transfer ./manager ./api/wire
 

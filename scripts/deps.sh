@@ -64,7 +64,8 @@ fi
 # ---- check: the model checker of docs/model, which uses gcc too.
 [ "$scope" != check ] || need spin spin
 
-# ---- bench: the yardstick of the TCP figures.
+# ---- bench: the yardstick of the TCP figures. That of shared memory, memcpy, takes
+# the C compiler that building does.
 [ "$scope" != bench ] || need iperf3 iperf3
 
 # ---- test: a throw-away machine with Soft-RoCE devices (scripts/vm.sh).

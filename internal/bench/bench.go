@@ -1,11 +1,13 @@
 // Package bench measures what kvferry reaches on this machine, beside what the
 // machine reaches without it:
 //
-//   - pull.go: a transport's throughput between two processes, chunks scattered
-//     over both arenas, every byte checked, against iperf3 (iperf.go) with as
-//     many connections;
-//   - ready.go: from publish to ready for one page on a warm pair of nodes;
+//   - pull.go: a transport's throughput between two processes (owner.go,
+//     puller.go), every byte checked, against iperf3 (iperf.go) with as many
+//     connections, or the C library's memcpy (memcpy.go) with as many threads;
+//   - ready.go: from publish to ready on a warm pair of nodes, for one page and,
+//     against a read alone, for many (many.go);
 //   - plan.go: the cost of planning copies;
+//   - submit.go: what a read costs for each page, whatever its bytes;
 //   - gossip.go: how far, how fast, and at what cost announcements travel in
 //     clusters (mesh.go) under a load (load.go).
 //
@@ -23,6 +25,8 @@ import (
 	"log/slog"
 	"slices"
 	"time"
+
+	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
 // Options set up a Run. A zero field means its default.
@@ -31,21 +35,32 @@ type Options struct {
 	Parts []string
 	// Owner is the argv of a process that calls [ServeOwner] with its standard
 	// input and output, such as this program with a hidden subcommand. Empty:
-	// no pull is measured.
+	// neither pull nor submit is measured.
 	Owner []string
 	// Prefill and Decode are engine sockets of two running nodes of one
 	// cluster. Empty: publish to ready is not measured.
 	Prefill, Decode string
-	// ChunkBytes are the sizes of the chunks pulled; default 64 KiB.
+	// Transports to measure, of [Transports]; default all.
+	Transports []string
+	// ChunkBytes are the sizes of the chunks pulled; default 4 KiB to 4 MiB.
 	ChunkBytes []int64
-	// Concurrency is how many reads run at once on the link, and how many
-	// connections iperf3 has; default 1, at most [MaxConcurrency].
+	// Contiguity is the share of the chunks that follow their neighbour on both
+	// sides, 0 to 1, of every size; default 0, and of 64 KiB 0.5 and 1 too.
+	Contiguity []float64
+	// Concurrency is how many reads run at once on the link; default 1, at most
+	// [MaxConcurrency].
 	Concurrency int
+	// Lanes are the connections of a read by tcp; default the transport's. So many
+	// for each read at once has iperf3.
+	Lanes int
+	// Workers are the threads that copy for shm, and those of memcpy; default 1, at
+	// most [MaxWorkers].
+	Workers int
 	// Rounds are interleaved: every one runs everything once; default 9.
 	Rounds int
 	// ArenaBytes of either side; default 512 MiB.
 	ArenaBytes int64
-	// Duration of one pull of one round, at least; default 1 s.
+	// Duration of one pull of one round, at least; default 400 ms.
 	Duration time.Duration
 	// Samples of publish to ready, after Warmup ones that do not count;
 	// default 400 and 50, Warmup negative: none.
@@ -59,6 +74,8 @@ type Options struct {
 // Bounds of the options.
 const (
 	MaxConcurrency = 64
+	MaxConnections = 128 // of all reads at once; iperf3 has no more
+	MaxWorkers     = 256
 	MinChunkBytes  = 8
 	MaxChunkBytes  = 64 << 20
 	MaxArenaBytes  = 64 << 30
@@ -66,6 +83,9 @@ const (
 	MaxSamples     = 1_000_000
 	MaxDuration    = time.Hour
 )
+
+// DefaultLanes are those of a node.
+const DefaultLanes = tcp.DefaultLanes
 
 // part of a Run.
 type part struct {
@@ -75,7 +95,7 @@ type part struct {
 
 // parts are all there are, in the order in which they run.
 func parts() []part {
-	return []part{{"plan", benchPlan}, {"ready", benchReady}, {"pull", benchPull}, {"gossip", benchGossip}}
+	return []part{{"plan", benchPlan}, {"submit", benchSubmit}, {"ready", benchReady}, {"pull", benchPull}, {"gossip", benchGossip}}
 }
 
 // Parts are the names of what can be measured.
@@ -85,6 +105,11 @@ func Parts() []string {
 		names = append(names, p.name)
 	}
 	return names
+}
+
+// ChunkSizes are those that are measured by default.
+func ChunkSizes() []int64 {
+	return []int64{4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20}
 }
 
 // LeastArena is how many bytes ArenaBytes has to be for the chunks.
@@ -97,12 +122,17 @@ func (o Options) withDefaults() (Options, error) {
 		o.Parts = Parts()
 	}
 	if len(o.ChunkBytes) == 0 {
-		o.ChunkBytes = []int64{64 << 10}
+		o.ChunkBytes = ChunkSizes()
+	}
+	if len(o.Transports) == 0 {
+		o.Transports = Transports()
 	}
 	o.Concurrency = cmp.Or(o.Concurrency, 1)
+	o.Lanes = cmp.Or(o.Lanes, DefaultLanes)
+	o.Workers = cmp.Or(o.Workers, 1)
 	o.Rounds = cmp.Or(o.Rounds, 9)
 	o.ArenaBytes = cmp.Or(o.ArenaBytes, 512<<20)
-	o.Duration = cmp.Or(o.Duration, time.Second)
+	o.Duration = cmp.Or(o.Duration, 400*time.Millisecond)
 	o.Samples = cmp.Or(o.Samples, 400)
 	o.Warmup = max(0, cmp.Or(o.Warmup, 50))
 	if o.Progress == nil {
@@ -118,6 +148,10 @@ func (o Options) withDefaults() (Options, error) {
 		return o, fmt.Errorf("node at %s is named twice, nothing is pulled from oneself", o.Prefill)
 	case o.Concurrency < 1 || o.Concurrency > MaxConcurrency:
 		return o, fmt.Errorf("concurrency %d is not in 1..%d", o.Concurrency, MaxConcurrency)
+	case o.Lanes < 1 || o.Lanes*o.Concurrency > MaxConnections:
+		return o, fmt.Errorf("%d lanes of %d reads at once are not in 1..%d connections", o.Lanes, o.Concurrency, MaxConnections)
+	case o.Workers < 1 || o.Workers > MaxWorkers:
+		return o, fmt.Errorf("%d workers are not in 1..%d", o.Workers, MaxWorkers)
 	case o.Rounds < 1 || o.Rounds > MaxRounds:
 		return o, fmt.Errorf("%d rounds are not in 1..%d", o.Rounds, MaxRounds)
 	case o.Duration < 0 || o.Duration > MaxDuration:
@@ -130,11 +164,24 @@ func (o Options) withDefaults() (Options, error) {
 			return o, fmt.Errorf("part %q is none of %v", name, Parts())
 		}
 	}
+	for _, name := range o.Transports {
+		if !slices.Contains(Transports(), name) {
+			return o, fmt.Errorf("transport %q is none of %v", name, Transports())
+		}
+	}
+	for _, c := range o.Contiguity {
+		if !(c >= 0 && c <= 1) {
+			return o, fmt.Errorf("contiguity %v is not in 0..1", c)
+		}
+	}
 	for _, n := range o.ChunkBytes {
 		if n < MinChunkBytes || n > MaxChunkBytes || n%8 != 0 {
 			return o, fmt.Errorf("chunk of %d bytes is not in %d..%d or no multiple of 8", n, MinChunkBytes, MaxChunkBytes)
 		}
 	}
+	// What is named twice is measured once.
+	o.ChunkBytes = slices.Compact(slices.Sorted(slices.Values(o.ChunkBytes)))
+	o.Contiguity = slices.Compact(slices.Sorted(slices.Values(o.Contiguity)))
 	if least := o.LeastArena(); o.ArenaBytes < least || o.ArenaBytes > MaxArenaBytes {
 		return o, fmt.Errorf("arena of %d bytes is not in %d..%d", o.ArenaBytes, least, int64(MaxArenaBytes))
 	}
@@ -149,7 +196,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	if err != nil {
 		return nil, fmt.Errorf("bench: %w", err)
 	}
-	r := &Report{Machine: thisMachine(), Rows: []Row{}, Figures: []Figure{}, Missing: []string{}}
+	r := &Report{Machine: thisMachine(), Rows: []Row{}, Latencies: []Latency{}, Costs: []Cost{}, Figures: []Figure{}, Missing: []string{}}
 	r.Rounds, r.ArenaBytes, r.PullSeconds = o.Rounds, o.ArenaBytes, o.Duration.Seconds()
 	for _, p := range parts() {
 		if !slices.Contains(o.Parts, p.name) {

@@ -54,7 +54,7 @@ func TestGossip(t *testing.T) {
 	if err := r.WriteTable(&table); err != nil {
 		t.Fatal(err)
 	}
-	for _, text := range []string{table.String(), r.Markdown()} {
+	for _, text := range []string{table.String(), r.Markdown("")} {
 		for _, want := range []string{"3 nodes", "5 nodes", "on any other", "kB/s"} {
 			if !strings.Contains(text, want) {
 				t.Errorf("report lacks %q:\n%s", want, text)

@@ -22,7 +22,7 @@ func benchPlan(ctx context.Context, o Options, r *Report) error {
 			return err
 		}
 		fmt.Fprintf(o.Progress, "plan copies of %d layers: %.1f ns a page\n", layers, row.NanosPerPage)
-		r.Rows = append(r.Rows, row)
+		r.Costs = append(r.Costs, row)
 		if layers == 2 { // configs/local.yaml
 			r.Figures = append(r.Figures,
 				ceiling("copies planning, 2 layers", row.NanosPerPage, "ns a page", 30),
@@ -33,7 +33,7 @@ func benchPlan(ctx context.Context, o Options, r *Report) error {
 	return nil
 }
 
-func planRow(ctx context.Context, rounds, layers int) (Row, error) {
+func planRow(ctx context.Context, rounds, layers int) (Cost, error) {
 	layout := page.Layout{Order: page.NHD, DType: page.BF16, Layers: layers, Pages: planPages + 1, PageSize: 128, Heads: 2, HeadDim: 64}
 	side := func(seed uint64) transfer.Side {
 		pages := make([]page.Index, planPages)
@@ -45,20 +45,20 @@ func planRow(ctx context.Context, rounds, layers int) (Row, error) {
 	remote, local := side(1), side(2)
 	copies, err := transfer.Copies(nil, benchRank, remote, local, 0, planPages*layout.PageSize)
 	if err != nil {
-		return Row{}, err
+		return Cost{}, err
 	}
 	var nanos []float64
 	allocs := 0.0
 	for range rounds {
 		if ctx.Err() != nil {
-			return Row{}, context.Cause(ctx)
+			return Cost{}, context.Cause(ctx)
 		}
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
 		start, plans := time.Now(), 0
 		for time.Since(start) < 20*time.Millisecond || plans == 0 {
 			if copies, err = transfer.Copies(copies[:0], benchRank, remote, local, 0, planPages*layout.PageSize); err != nil {
-				return Row{}, err
+				return Cost{}, err
 			}
 			plans++
 		}
@@ -70,7 +70,7 @@ func planRow(ctx context.Context, rounds, layers int) (Row, error) {
 	if allocs < 1e-3 {
 		allocs = 0 // others in this process allocate, too: a handful in thousands of pages
 	}
-	return Row{
+	return Cost{
 		Name:         fmt.Sprintf("plan copies of %d scattered pages, %d layers", planPages, layers),
 		NanosPerPage: spreadOf(nanos).median, AllocsPerPage: allocs, Rounds: rounds,
 	}, nil

@@ -5,227 +5,277 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
+	"math"
 	"math/rand/v2"
-	"sync"
-	"sync/atomic"
-	"time"
+	"slices"
 
-	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
 // readBytes is how much one Read moves: a prompt of some thousand tokens.
 const readBytes = 32 << 20
 
-// puller is the reading side.
-type puller struct {
-	memory    *sharedMemory
-	transport transfer.Transport
-	link      transfer.Link
-	owner     *owner
-	seals     []transfer.Seal
+// pullLoad is what is pulled.
+type pullLoad struct {
+	chunkBytes int64
+	contiguity float64 // share of the chunks that follow their neighbour on both sides
 }
 
-// benchPull measures throughput by chunk size against iperf3.
-func benchPull(ctx context.Context, o Options, r *Report) error {
+// pullLoads are what is asked for, or by default scattered chunks of each size,
+// and those of one size beside each other too.
+func (o Options) pullLoads() []pullLoad {
+	var loads []pullLoad
+	for _, size := range o.ChunkBytes {
+		of := o.Contiguity
+		switch {
+		case len(of) > 0:
+		case size == 64<<10:
+			of = []float64{0, 0.5, 1}
+		default:
+			of = []float64{0}
+		}
+		for _, c := range of {
+			loads = append(loads, pullLoad{size, c})
+		}
+	}
+	return loads
+}
+
+// pulls are the rounds of one row.
+type pulls struct {
+	transport string
+	pullLoad
+	lanes  int
+	runs   []pulled
+	limit  string    // what they are compared with
+	limits []float64 // bytes a second, of the same rounds; empty: there is none
+}
+
+// benchPull measures throughput by transport, size, and contiguity of chunks,
+// against what the machine does without kvferry.
+func benchPull(ctx context.Context, o Options, r *Report) (err error) {
 	if len(o.Owner) == 0 {
 		r.Missing = append(r.Missing, "pull: no owner process was named")
 		return nil
 	}
-	iperf, err := findIperf()
-	if err != nil {
-		r.Missing = append(r.Missing, "limit of the pull: "+err.Error())
-	}
-	p, err := newPuller(ctx, o)
+	p, err := newPuller(ctx, o, setup{ArenaBytes: o.ArenaBytes, Transports: o.Transports, LinkConns: o.Concurrency * o.Lanes, Lanes: o.Lanes, Workers: o.Workers})
 	if err != nil {
 		return err
 	}
-	defer p.close()
-
-	limits := make([]float64, 0, o.Rounds)
-	runs := make([][]pulled, len(o.ChunkBytes))
+	defer func() { err = errors.Join(err, p.close()) }()
+	b := &pullBench{Options: o, puller: p}
+	names := p.measured(r, "pull")
+	for _, load := range o.pullLoads() {
+		for _, name := range names {
+			row := &pulls{transport: name, pullLoad: load, lanes: o.Lanes}
+			if name == shm.Name {
+				row.lanes = o.Workers
+			}
+			b.rows = append(b.rows, row)
+		}
+	}
+	if slices.Contains(names, tcp.Name) {
+		if b.iperf, err = findIperf(); err != nil {
+			r.Missing = append(r.Missing, "limit of the pull by tcp: "+err.Error())
+		}
+	}
+	if slices.Contains(names, shm.Name) {
+		m, failed := startMemcpy(ctx, o.ArenaBytes)
+		switch {
+		case failed == nil:
+			defer func() { err = errors.Join(err, m.close()) }()
+			b.memcpy = m
+		case errors.Is(failed, errNoCompiler):
+			r.Missing = append(r.Missing, "limit of the pull by shm: "+failed.Error())
+		default:
+			return failed
+		}
+	}
 	for round := range o.Rounds {
-		limit := func() error {
-			if iperf == "" {
-				return nil
-			}
-			rate, err := runIperf(ctx, iperf, o.Concurrency)
-			if err != nil {
-				return err
-			}
-			limits = append(limits, rate)
-			fmt.Fprintf(o.Progress, "round %d of %d: iperf3 -P %d: %.2f GB/s\n", round+1, o.Rounds, o.Concurrency, rate/1e9)
-			return nil
-		}
-		// What runs first may find the machine otherwise than what runs last.
-		if round%2 == 0 {
-			if err := limit(); err != nil {
-				return err
-			}
-		}
-		for i, size := range o.ChunkBytes {
-			run, err := p.pull(ctx, o, size, uint64(round))
-			if err != nil {
-				return fmt.Errorf("pull chunks of %d bytes: %w", size, err)
-			}
-			runs[i] = append(runs[i], run)
-			fmt.Fprintf(o.Progress, "round %d of %d: pull of %d-byte chunks: %.2f GB/s\n", round+1, o.Rounds, size, run.bytesPerSecond/1e9)
-		}
+		steps := b.steps(ctx, round)
 		if round%2 == 1 {
-			if err := limit(); err != nil {
-				return err
+			slices.Reverse(steps)
+		}
+		for _, s := range steps {
+			rate, err := s.run()
+			if err != nil {
+				return fmt.Errorf("pull, %s: %w", s.what, err)
 			}
+			fmt.Fprintf(o.Progress, "round %d of %d: %s: %.2f GB/s\n", round+1, o.Rounds, s.what, rate/1e9)
 		}
 	}
-	for i, size := range o.ChunkBytes {
-		r.addPull(o, size, runs[i], limits)
-	}
+	r.addPulls(b.rows, o.Concurrency)
 	return nil
 }
 
-// addPull makes a row of the rounds of one chunk size; limits are of the same
-// rounds, or none.
-func (r *Report) addPull(o Options, size int64, runs []pulled, limits []float64) {
-	var rates, cpu, ratios []float64
-	for i, run := range runs {
-		rates = append(rates, run.bytesPerSecond)
-		cpu = append(cpu, run.cpuSecondsPerGiB)
-		if len(limits) > 0 {
-			ratios = append(ratios, run.bytesPerSecond/limits[i])
-		}
-	}
-	rate := spreadOf(rates)
-	row := Row{
-		Name: "pull, scattered", Transport: tcp.Name, ChunkBytes: size, Concurrency: o.Concurrency, Lanes: 1, Rounds: len(runs),
-		BytesPerSecond: rate.median, BytesPerSecondMin: rate.min, BytesPerSecondMax: rate.max,
-		CPUSecondsPerGiB: spreadOf(cpu).median,
-	}
-	if len(ratios) > 0 {
-		ratio := spreadOf(ratios)
-		row.Limit = fmt.Sprintf("iperf3 -P %d", o.Concurrency)
-		row.LimitBytesPerSecond = spreadOf(limits).median
-		row.Ratio, row.RatioMin, row.RatioMax = ratio.median, ratio.min, ratio.max
-		if size == 64<<10 && o.Concurrency == 1 {
-			r.Figures = append(r.Figures, floor("tcp pull of scattered 64 KiB chunks by iperf3 -P 1", ratio.median, "of the limit, median of rounds", 0.6))
-		}
-	}
-	r.Rows = append(r.Rows, row)
+// pullBench is what a round needs.
+type pullBench struct {
+	Options
+	*puller
+	iperf  string  // the program; "": there is none
+	memcpy *memcpy // nil: there is none
+	rows   []*pulls
 }
 
-func newPuller(ctx context.Context, o Options) (_ *puller, err error) {
-	fmt.Fprintf(o.Progress, "starting the owner with an arena of %d MiB\n", o.ArenaBytes>>20)
-	p := &puller{}
-	defer func() {
-		if err != nil {
-			p.close()
+// step is one thing that a round does. What runs first may find the machine
+// otherwise than what runs last, so every other round goes backwards.
+type step struct {
+	what string
+	run  func() (bytesPerSecond float64, err error)
+}
+
+// steps are those of a round, limits beside what they are of.
+func (b *pullBench) steps(ctx context.Context, round int) []step {
+	var steps []step
+	if b.iperf != "" {
+		connections := b.Concurrency * b.Lanes
+		what := fmt.Sprintf("iperf3 -P %d", connections)
+		steps = append(steps, step{what, func() (float64, error) {
+			rate, err := runIperf(ctx, b.iperf, connections)
+			for _, row := range b.rows {
+				if row.transport == tcp.Name {
+					row.limit, row.limits = what, append(row.limits, rate)
+				}
+			}
+			return rate, err
+		}})
+	}
+	for _, row := range b.rows {
+		load := row.pullLoad
+		copies := scatter(b.ArenaBytes, load, rand.New(rand.NewPCG(uint64(round), uint64(load.chunkBytes))))
+		batches := batch(copies, load.chunkBytes, b.ArenaBytes, b.Concurrency)
+		if row.transport == shm.Name && b.memcpy != nil {
+			steps = append(steps, step{fmt.Sprintf("memcpy, %v", load), func() (float64, error) {
+				rate, err := b.memcpy.copy(slices.Concat(batches...), b.Workers, b.Duration)
+				row.limit, row.limits = "C memcpy, "+threads(b.Workers), append(row.limits, rate)
+				return rate, err
+			}})
 		}
-	}()
-	if p.owner, err = startOwner(ctx, o.Owner, o.ArenaBytes); err != nil {
-		return nil, err
+		steps = append(steps, step{fmt.Sprintf("%s, %v", row.transport, load), func() (float64, error) {
+			run, err := b.pull(ctx, row.transport, batches, b.Concurrency, b.Duration)
+			row.runs = append(row.runs, run)
+			return run.bytesPerSecond, err
+		}})
 	}
-	life := id.Life{Node: "bench-reader", Incarnation: id.Incarnation(time.Now().UnixMicro())}
-	if p.memory, err = newMemory(life, o.ArenaBytes); err != nil {
-		return nil, err
+	return steps
+}
+
+func (l pullLoad) String() string {
+	return fmt.Sprintf("%s chunks, %.0f %% contiguous", bytesText(l.chunkBytes), 100*l.contiguity)
+}
+
+func threads(n int) string {
+	if n == 1 {
+		return "1 thread"
 	}
-	t, err := tcp.Listen(tcp.Options{Local: p.memory.local(life), Bind: loopback(), LinkConns: o.Concurrency})
-	if err != nil {
-		return nil, err
+	return fmt.Sprintf("%d threads", n)
+}
+
+// pullFloors are of the limit, by transport and size of scattered chunks.
+func pullFloors(transport string, l pullLoad) (least float64, ok bool) {
+	floors := map[string]map[int64]float64{
+		shm.Name: {4 << 10: 1.0, 16 << 10: 1.2, 64 << 10: 1.2, 1 << 20: 1.0},
+		tcp.Name: {4 << 10: 0.65, 16 << 10: 0.90, 64 << 10: 0.95},
 	}
-	p.transport = t
-	offer := p.owner.offer
-	p.seals = []transfer.Seal{{Index: offer.Seal, Value: offer.SealValue}}
-	p.link, err = t.Open(ctx, transfer.Peer{
-		Life:       id.Life{Node: offer.Node, Incarnation: offer.Incarnation},
-		Descriptor: offer.Descriptor,
-		ArenaBytes: map[id.Rank]int64{benchRank: offer.ArenaBytes},
+	least, ok = floors[transport][l.chunkBytes]
+	return least, ok && l.contiguity == 0
+}
+
+// addPulls makes a row of the rounds of each.
+func (r *Report) addPulls(rows []*pulls, concurrency int) {
+	slices.SortStableFunc(rows, func(a, b *pulls) int {
+		return slices.Index(Transports(), a.transport) - slices.Index(Transports(), b.transport)
 	})
-	return p, err
-}
-
-func (p *puller) close() {
-	if p.link != nil {
-		_ = p.link.Close()
-	}
-	if p.transport != nil {
-		_ = p.transport.Close()
-	}
-	if p.memory != nil {
-		p.memory.close()
-	}
-	if p.owner != nil {
-		_ = p.owner.close() // measured already; its errors are on stderr
-	}
-}
-
-// pulled is one run of one round.
-type pulled struct{ bytesPerSecond, cpuSecondsPerGiB float64 }
-
-// pull moves every chunk of the owner's arena to another place of ours, again
-// and again until the duration is over, and checks what lies there in the end.
-func (p *puller) pull(ctx context.Context, o Options, size int64, seed uint64) (pulled, error) {
-	copies := scatter(o.ArenaBytes, size, rand.New(rand.NewPCG(seed, uint64(size))))
-	var batches [][]transfer.Copy
-	for step := int(max(1, min(readBytes/size, int64(len(copies)/o.Concurrency)))); len(copies) > 0; {
-		n := min(step, len(copies))
-		batches = append(batches, copies[:n])
-		copies = copies[n:]
-	}
-	ownerBefore, err := p.owner.cpuSeconds()
-	if err != nil {
-		return pulled{}, err
-	}
-	before := cpuSeconds()
-	start := time.Now()
-	var next, bytes atomic.Int64
-	errs := make([]error, o.Concurrency)
-	var work sync.WaitGroup
-	for i := range errs {
-		work.Go(func() {
-			for {
-				n := next.Add(1) - 1
-				// Every chunk at least once, whole arenas or not.
-				if n >= int64(len(batches)) && time.Since(start) >= o.Duration {
-					return
-				}
-				batch := batches[n%int64(len(batches))]
-				if errs[i] = p.link.Read(ctx, p.seals, batch); errs[i] != nil {
-					return
-				}
-				bytes.Add(int64(len(batch)) * size)
+	for _, p := range rows {
+		var rates, cpu, ratios, took []float64
+		for i, run := range p.runs {
+			rates = append(rates, run.bytesPerSecond)
+			cpu = append(cpu, run.cpuSecondsPerGiB)
+			for _, d := range run.reads {
+				took = append(took, float64(d.Nanoseconds())/1000)
 			}
-		})
-	}
-	work.Wait()
-	elapsed := time.Since(start)
-	cpu := cpuSeconds() - before
-	ownerAfter, err := p.owner.cpuSeconds()
-	if err := errors.Join(append(errs, err)...); err != nil {
-		return pulled{}, err
-	}
-	for _, batch := range batches {
-		for _, c := range batch {
-			if err := checkContent(p.memory.arena, c); err != nil {
-				return pulled{}, err
+			if len(p.limits) > 0 {
+				ratios = append(ratios, run.bytesPerSecond/p.limits[i])
 			}
 		}
+		slices.Sort(took)
+		row := Row{
+			Transport: p.transport, ChunkBytes: p.chunkBytes, Contiguity: p.contiguity, Concurrency: concurrency, Lanes: p.lanes,
+			BytesPerSecond: spreadOf(rates).median, Rounds: len(p.runs), CPUSecondsPerGiB: spreadOf(cpu).median,
+			P50: quantile(took, 0.5), P99: quantile(took, 0.99),
+		}
+		if len(ratios) > 0 {
+			ratio := spreadOf(ratios)
+			row.Limit, row.LimitBytesPerSecond = p.limit, spreadOf(p.limits).median
+			row.Ratio, row.RatioMin, row.RatioMax = ratio.median, ratio.min, ratio.max
+			if least, ok := pullFloors(p.transport, p.pullLoad); ok {
+				name := fmt.Sprintf("%s pull of scattered %s chunks by %s", p.transport, bytesText(p.chunkBytes), p.limit)
+				r.Figures = append(r.Figures, floor(name, ratio.median, "of the limit, median of rounds", least))
+			}
+		}
+		r.Rows = append(r.Rows, row)
 	}
-	return pulled{
-		bytesPerSecond:   float64(bytes.Load()) / elapsed.Seconds(),
-		cpuSecondsPerGiB: (cpu + ownerAfter - ownerBefore) / float64(bytes.Load()) * (1 << 30),
-	}, nil
 }
 
-// scatter pairs every chunk of one arena with one of another, in no order.
-func scatter(arenaBytes, size int64, r *rand.Rand) []transfer.Copy {
-	n := int(arenaBytes / size)
-	remote, local := r.Perm(n), r.Perm(n)
-	copies := make([]transfer.Copy, n)
-	for i := range copies {
-		copies[i] = transfer.Copy{Rank: benchRank, Remote: int64(remote[i]) * size, Local: int64(local[i]) * size, Bytes: size}
+// quantile of what is sorted and not empty.
+func quantile(sorted []float64, q float64) float64 {
+	return sorted[int(math.Ceil(q*float64(len(sorted))))-1]
+}
+
+// scatter pairs every chunk of one arena with one of another. Chunks that follow
+// each other on both sides are one copy, as transfer.Copies makes them, and such
+// runs lie in no order in either arena.
+func scatter(arenaBytes int64, l pullLoad, r *rand.Rand) []transfer.Copy {
+	chunks := int(arenaBytes / l.chunkBytes)
+	// The borders between the chunks at which a new run begins.
+	borders := r.Perm(chunks - 1)
+	borders = borders[:len(borders)-int(math.Round(l.contiguity*float64(len(borders))))]
+	slices.Sort(borders)
+	copies := make([]transfer.Copy, 0, len(borders)+1)
+	last := 0
+	for _, b := range append(borders, chunks-1) {
+		copies = append(copies, transfer.Copy{Rank: benchRank, Bytes: int64(b+1-last) * l.chunkBytes})
+		last = b + 1
+	}
+	for at, n := range laid(copies, r) {
+		copies[n].Remote = at
+	}
+	for at, n := range laid(copies, r) {
+		copies[n].Local = at
 	}
 	return copies
+}
+
+// laid lays the copies into an arena, one behind the other, in random order.
+func laid(copies []transfer.Copy, r *rand.Rand) iter.Seq2[int64, int] {
+	return func(yield func(int64, int) bool) {
+		at := int64(0)
+		for _, n := range r.Perm(len(copies)) {
+			if !yield(at, n) {
+				return
+			}
+			at += copies[n].Bytes
+		}
+	}
+}
+
+// batch cuts the copies into reads of readBytes, or less if all reads at once would
+// not have one.
+func batch(copies []transfer.Copy, chunkBytes, arenaBytes int64, concurrency int) [][]transfer.Copy {
+	chunks := arenaBytes / chunkBytes
+	bytes := max(1, min(readBytes/chunkBytes, chunks/int64(concurrency))) * chunkBytes
+	cut := transfer.Cut(copies, bytes, math.MaxInt)
+	var batches [][]transfer.Copy
+	for more := true; more; {
+		var piece []transfer.Copy
+		piece, more = cut.Next(nil)
+		batches = append(batches, piece)
+	}
+	return batches
 }
 
 // fillContent writes what checkContent expects: every word is a function of

@@ -19,38 +19,57 @@ type Report struct {
 	Rounds      int     `json:"rounds"`
 	ArenaBytes  int64   `json:"arena_bytes"`
 	PullSeconds float64 `json:"pull_seconds"`
-	Rows        []Row   `json:"rows"`
-	Gossip      *Gossip `json:"gossip,omitempty"` // nil: not measured
+
+	Rows      []Row     `json:"rows"`
+	Latencies []Latency `json:"latencies"`
+	Costs     []Cost    `json:"costs"`
+	Gossip    *Gossip   `json:"gossip,omitempty"` // nil: not measured
 	// Figures are the numbers that have a floor or a ceiling.
 	Figures []Figure `json:"figures"`
 	Missing []string `json:"missing"` // what was not measured, and why
 }
 
-// Row is one thing measured. What does not apply is absent.
+// Row is the throughput of one transport for chunks of one size.
 type Row struct {
-	Name                string  `json:"name"`
-	Transport           string  `json:"transport,omitempty"`
-	ChunkBytes          int64   `json:"chunk_bytes,omitempty"`
-	Contiguity          float64 `json:"contiguity"` // share of the chunks that follow their neighbour
-	Concurrency         int     `json:"concurrency,omitempty"`
-	Lanes               int     `json:"lanes,omitempty"`
-	BytesPerSecond      float64 `json:"bytes_per_second,omitempty"` // median over the rounds
-	BytesPerSecondMin   float64 `json:"bytes_per_second_min,omitempty"`
-	BytesPerSecondMax   float64 `json:"bytes_per_second_max,omitempty"`
-	Limit               string  `json:"limit,omitempty"` // what it is compared with
-	LimitBytesPerSecond float64 `json:"limit_bytes_per_second,omitempty"`
-	// Ratio is the median over the rounds of run by limit of the same round.
-	Ratio            float64 `json:"ratio,omitempty"`
-	RatioMin         float64 `json:"ratio_min,omitempty"`
-	RatioMax         float64 `json:"ratio_max,omitempty"`
-	Rounds           int     `json:"rounds,omitempty"`
-	CPUSecondsPerGiB float64 `json:"cpu_seconds_per_gib,omitempty"` // both processes
-	P50              float64 `json:"p50_us,omitempty"`
-	P90              float64 `json:"p90_us,omitempty"`
-	P99              float64 `json:"p99_us,omitempty"`
-	Samples          int64   `json:"samples,omitempty"`
-	NanosPerPage     float64 `json:"ns_per_page,omitempty"`
-	AllocsPerPage    float64 `json:"allocs_per_page,omitempty"`
+	Transport   string  `json:"transport"`
+	ChunkBytes  int64   `json:"chunk_bytes"`
+	Contiguity  float64 `json:"contiguity"`  // share of the chunks that follow their neighbour on both sides
+	Concurrency int     `json:"concurrency"` // reads at once
+	// Lanes is how many share a read: connections of tcp, copying threads of shm,
+	// which all reads share.
+	Lanes          int     `json:"lanes"`
+	BytesPerSecond float64 `json:"bytes_per_second"` // median over the rounds
+	// Limit is what it is compared with, "" if with nothing. The ratio is the median
+	// over the rounds of a run by the limit of the same round.
+	Limit               string  `json:"limit"`
+	LimitBytesPerSecond float64 `json:"limit_bytes_per_second"`
+	Ratio               float64 `json:"ratio"`
+	RatioMin            float64 `json:"ratio_min"`
+	RatioMax            float64 `json:"ratio_max"`
+	Rounds              int     `json:"rounds"`
+	CPUSecondsPerGiB    float64 `json:"cpu_seconds_per_gib"` // both processes
+	P50                 float64 `json:"p50_us"`              // of one Read of readBytes, of all rounds
+	P99                 float64 `json:"p99_us"`
+}
+
+// Latency is how long something took.
+type Latency struct {
+	Name      string  `json:"name"`
+	Transport string  `json:"transport"`
+	Bytes     int64   `json:"bytes"` // that were moved
+	P50       float64 `json:"p50_us"`
+	P90       float64 `json:"p90_us"`
+	P99       float64 `json:"p99_us"`
+	Samples   int64   `json:"samples"`
+}
+
+// Cost is what each page of something costs, whatever it has of bytes.
+type Cost struct {
+	Name          string  `json:"name"`
+	Transport     string  `json:"transport,omitempty"` // "": of no transport
+	NanosPerPage  float64 `json:"ns_per_page"`         // median over the rounds
+	AllocsPerPage float64 `json:"allocs_per_page"`
+	Rounds        int     `json:"rounds"`
 }
 
 // Gossip is what was measured of gossip, and how.
@@ -191,7 +210,7 @@ func (r *Report) OK() bool {
 func (r *Report) WriteTable(w io.Writer) error {
 	var out strings.Builder
 	fmt.Fprintf(&out, "%s\n\n", r.Machine)
-	for _, t := range []table.Writer{r.figures(), r.pulls(), r.others(), r.gossips(), r.gossipTraffic()} {
+	for _, t := range []table.Writer{r.figures(), r.pulls(), r.latencies(), r.costs(), r.gossips(), r.gossipTraffic()} {
 		if t.Length() > 0 {
 			out.WriteString(t.Render() + "\n\n")
 		}
@@ -217,14 +236,10 @@ func (r *Report) figures() table.Writer {
 }
 
 func (r *Report) pulls() table.Writer {
-	t := newTable("pull", "chunk", "at once", "GB/s", "range", "limit", "GB/s", "ratio", "range", "rounds", "CPU s/GiB")
+	t := newTable("pull", "chunk", "contiguous", "at once", "lanes", "GB/s", "limit", "GB/s", "ratio", "range", "rounds", "CPU s/GiB", "p50 ms", "p99 ms")
 	for _, row := range r.Rows {
-		if row.BytesPerSecond == 0 {
-			continue
-		}
 		cells := table.Row{
-			row.Transport, bytesText(row.ChunkBytes), row.Concurrency,
-			gigabytes(row.BytesPerSecond), gigabytes(row.BytesPerSecondMin) + " to " + gigabytes(row.BytesPerSecondMax),
+			row.Transport, bytesText(row.ChunkBytes), fmt.Sprintf("%.0f %%", 100*row.Contiguity), row.Concurrency, row.Lanes, gigabytes(row.BytesPerSecond),
 		}
 		if row.Limit == "" {
 			cells = append(cells, "none", "", "", "")
@@ -232,23 +247,23 @@ func (r *Report) pulls() table.Writer {
 			cells = append(cells, row.Limit, gigabytes(row.LimitBytesPerSecond),
 				fmt.Sprintf("%.2f", row.Ratio), fmt.Sprintf("%.2f to %.2f", row.RatioMin, row.RatioMax))
 		}
-		t.AppendRow(append(cells, row.Rounds, fmt.Sprintf("%.2f", row.CPUSecondsPerGiB)))
+		t.AppendRow(append(cells, row.Rounds, fmt.Sprintf("%.2f", row.CPUSecondsPerGiB), millis(row.P50), millis(row.P99)))
 	}
 	return t
 }
 
-func (r *Report) others() table.Writer {
-	t := newTable("other", "result")
-	for _, row := range r.Rows {
-		switch {
-		case row.Samples > 0:
-			t.AppendRow(table.Row{
-				fmt.Sprintf("%s (%s)", row.Name, row.Transport),
-				fmt.Sprintf("p50 %.0f us, p90 %.0f us, p99 %.0f us of %d", row.P50, row.P90, row.P99, row.Samples),
-			})
-		case row.NanosPerPage > 0:
-			t.AppendRow(table.Row{row.Name, fmt.Sprintf("%.1f ns and %.3g allocations a page, median of %d", row.NanosPerPage, row.AllocsPerPage, row.Rounds)})
-		}
+func (r *Report) latencies() table.Writer {
+	t := newTable("latency", "transport", "bytes", "p50 ms", "p90 ms", "p99 ms", "samples")
+	for _, l := range r.Latencies {
+		t.AppendRow(table.Row{l.Name, l.Transport, bytesText(l.Bytes), fmt.Sprintf("%.3f", l.P50/1000), fmt.Sprintf("%.3f", l.P90/1000), fmt.Sprintf("%.3f", l.P99/1000), l.Samples})
+	}
+	return t
+}
+
+func (r *Report) costs() table.Writer {
+	t := newTable("cost", "transport", "ns a page", "allocations a page", "rounds")
+	for _, c := range r.Costs {
+		t.AppendRow(table.Row{c.Name, c.Transport, fmt.Sprintf("%.1f", c.NanosPerPage), fmt.Sprintf("%.3g", c.AllocsPerPage), c.Rounds})
 	}
 	return t
 }
@@ -294,16 +309,23 @@ func delays(p50, p99 float64) string { return fmt.Sprintf("p50 %s, p99 %s", mill
 
 func millis(us float64) string { return fmt.Sprintf("%.1f", us/1000) }
 
-// Markdown is the report as docs/benchmarks.md: numbers, machine, method.
-func (r *Report) Markdown() string {
+// Markdown is the report as docs/benchmarks.md: numbers, machine, method. plot is
+// where its plot lies beside it; "": there is none.
+func (r *Report) Markdown(plot string) string {
 	var out strings.Builder
 	out.WriteString("# Benchmarks\n\nMade by `make bench`, which writes this page; `kvferry bench -o json` has every number.\n\n")
 	fmt.Fprintf(&out, "Machine: %s.\n\n## Promises\n\n%s\n\n", r.Machine, r.figures().RenderMarkdown())
 	if t := r.pulls(); t.Length() > 0 {
 		fmt.Fprintf(&out, "## Throughput\n\n%s\n\n", t.RenderMarkdown())
+		if plot != "" {
+			fmt.Fprintf(&out, "![Throughput of scattered chunks by their size](%s)\n\n", plot)
+		}
 	}
-	if t := r.others(); t.Length() > 0 {
-		fmt.Fprintf(&out, "## Latency and planning\n\n%s\n\n", t.RenderMarkdown())
+	if t := r.latencies(); t.Length() > 0 {
+		fmt.Fprintf(&out, "## Latency\n\n%s\n\n", t.RenderMarkdown())
+	}
+	if t := r.costs(); t.Length() > 0 {
+		fmt.Fprintf(&out, "## Costs of a page\n\n%s\n\n", t.RenderMarkdown())
 	}
 	if t := r.gossips(); t.Length() > 0 {
 		fmt.Fprintf(&out, "## Gossip\n\n%s\n\n%s\n\n", t.RenderMarkdown(), r.gossipTraffic().RenderMarkdown())
@@ -317,19 +339,35 @@ func (r *Report) Markdown() string {
 	}
 	fmt.Fprintf(&out, `## Method
 
-* Throughput: two processes on loopback, each with an arena of %s that is populated before. One read moves
-  up to %s of chunks that lie in no order in either arena; reads follow each other for at least %.3g s, every chunk moves
-  at least once, and every byte is compared afterwards, outside of the time. GB is 1e9 bytes. CPU is that of both processes.
-* The limit is `+"`iperf3`"+` over loopback with as many connections, cubic, and its default buffers, for one second. It sends one
-  small buffer again and again, so it stays in the cache; a pull walks two arenas.
-* Rounds: each of the %d rounds runs the limit and every chunk size once, the limit first in every other round. A ratio is
-  that of a run and the limit of the same round. The tables give medians and ranges of all rounds; none is left out.
-* Publish to ready: two nodes, each a process, and one engine session on each. The reader's call waits at its node; the time
-  is from the call of Publish on the one to the answer on the other, so the calls and the read of one page are in it: it is an
-  upper bound of publish to visible. One request at a time, after a warm-up; the page is compared. Every other publication names
-  the reader, who is told over its stream too; the rest reaches it by gossip alone.
+* Throughput: two processes, each with an arena of %[1]s that is populated before. One read moves up to %[2]s; reads
+  follow each other for at least %.3[3]g s, every chunk moves at least once, and every byte is compared afterwards, outside of
+  the time. GB is 1e9 bytes. CPU is that of both processes. p50 and p99 are of single reads.
+* Chunks lie in no order in either arena but as far as they are contiguous: of the borders between the chunks of the one side
+  so many, drawn at random, are those of neighbours on the other side too. Neighbours are one copy, as the node plans it: half
+  of the borders make copies of two chunks on average, all of them one copy of a whole arena, which reads cut. A limit of
+  memory moves the same copies.
+* Lanes are connections that share a read of tcp, and threads that copy for shm, which all reads of the process share.
+* The limit of shm is `+"`memcpy`"+` of the C library (cc -O2), as many threads in a process of their own, which copy the same list
+  of copies between two more arenas of the same size, as long; what they copied is compared too.
+* The limit of tcp is `+"`iperf3`"+` over loopback with as many connections, cubic, and its default buffers, for one second. It sends
+  one small buffer again and again, so it stays in the cache; a pull walks two arenas.
+* Rounds: each of the %[4]d rounds runs everything once, limits beside what they are of (iperf3 once for all rows of tcp), every
+  other round backwards. A ratio is that of a run and the limit of the same round. The tables give medians of all rounds
+  and the range of the ratios; none is left out.
+* Publish to ready of one page: two nodes, each a process, and one engine session on each. The reader's call waits at its node;
+  the time is from the call of Publish on the one to the answer on the other, so the calls and the read of one page are in it: it
+  is an upper bound of publish to visible. One request at a time, after a warm-up; the page is compared. Every other publication
+  names the reader, who is told over its stream too; the rest reaches it by gossip alone. The transport is the one that the nodes
+  choose.
+* Publish to ready of %[5]s: the same, with one publication, final, of pages that were written and committed before; no engine
+  writes in the time that counts. It is compared with the transport alone: in the same round the two processes of a pull read as
+  many bytes in one read of the very copies that the nodes' pages made, just after the owner has written them. So the ratio
+  is the time by that of the bytes at the transport's own rate. The transports of both are set up by their defaults.
 * Planning: page lists in random order on both sides into a slice that is long enough.
-`, bytesText(r.ArenaBytes), bytesText(readBytes), r.PullSeconds, r.Rounds)
+* Submit: %[6]d pages of %[7]d bytes, in random order on both sides and so few bytes that they stay in the cache, planned and read
+  by one read, again and again. Counted is the CPU time of the reader's process, in user and kernel. Its allocations are those of
+  a read of %[6]d pages less those of a read of %[8]d, by the pages between.
+`, bytesText(r.ArenaBytes), bytesText(readBytes), r.PullSeconds, r.Rounds, bytesText(manyBytes), submitPages, submitLayout().PageBytes(), fewPages)
 	if g := r.Gossip; g != nil {
 		fmt.Fprintf(&out, `* Gossip: as many members as the table says, all in one process: each has the membership, the log, and the board of a node, joined
   as a node joins them, and nothing else. They gossip over UDP of loopback, under a key, by the timings of a real cluster. There is
