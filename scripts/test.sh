@@ -92,9 +92,9 @@ part_race() {
 	[ "$status" -eq 0 ] || return "$status"
 	sort -u "$tested" | paste -sd' ' | sed 's/^/transports tested: /' >>"$notes"
 	sed -n 's/^ *\(rdma\|cuda\)_test\.go:[0-9]*: .*reason /not on this machine: /p' "$log" | grep -v 'nil>$' >>"$notes" || true
-	# These two need nothing but the kernel.
+	# These need nothing but the kernel.
 	local transport
-	for transport in memory tcp; do
+	for transport in memory shm tcp; do
 		grep -qx "$transport" "$tested" || fail "the transport $transport can run here and was not tested"
 	done
 }
@@ -117,7 +117,7 @@ part_vm() {
 	esac
 	[ -x "$tmp/kvferry" ] || part_static
 	local package files=$tmp/kvferry:/root/kvferry
-	for package in internal/memory transfer/tcp rdma; do
+	for package in internal/memory transfer/shm transfer/tcp rdma; do
 		CGO_ENABLED=0 go test -c -o "$tmp/${package##*/}.test" "./$package"
 		files+=" $tmp/${package##*/}.test:/root/${package##*/}.test"
 	done
@@ -127,6 +127,7 @@ part_vm() {
 		./kvferry version
 		./memory.test -test.short
 		./memory.test -test.v -test.run "^TestHugePagesAreUsed$" | grep -e "--- PASS"
+		./shm.test -test.run "TestSuite$"
 		./tcp.test -test.run "TestSuite$"
 		KVFERRY_RDMA_DEVICE=rxe0 ./rdma.test'
 }
