@@ -15,6 +15,8 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/transfer/shm"
+	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
 // readerCodes are how a retrieve may end when its owner may die at any time.
@@ -31,17 +33,23 @@ type tally struct {
 	mu      sync.Mutex
 	ready   int
 	cut     int // the publisher's node died under it
+	givenUp int // the reader did not wait for its end
 	typed   map[kvferrypb.Failure_Code]int
 	strange []error
 }
 
 func (y *tally) count(f func()) { y.mu.Lock(); defer y.mu.Unlock(); f() }
 
-// TestChaos kills and restarts prefill nodes at random while requests run.
+// TestChaos kills and restarts prefill nodes at random while requests run, over
+// both transports. Some of the readers give up, and some of the publishers revoke,
+// at any moment. There are few pages more than are in use at once, so that what was
+// released is soon written again.
 func TestChaos(t *testing.T) {
 	t.Parallel()
-	c := up(t, 3, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s")
+	c := up(t, 3, 2, "arena.pages=140", "arena.layers=4", "arena.heads=4", "arena.head_dim=64", // 4 KiB a token
+		"timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s")
 	prefill := []string{"prefill-0", "prefill-1", "prefill-2"}
+	c.tcpOnly("prefill-1")
 	decode := []*engine{c.engine("decode-0"), c.engine("decode-1")}
 	for _, p := range prefill {
 		for _, d := range decode {
@@ -50,7 +58,7 @@ func TestChaos(t *testing.T) {
 			}
 		}
 	}
-	before := make(map[string]usage)
+	before, warm := make(map[string]usage), make(map[string]float64)
 	for _, d := range decode {
 		n := c.must(d.node())
 		u, err := usageOf(t.Context(), n.PID, n.HTTP.String())
@@ -58,6 +66,11 @@ func TestChaos(t *testing.T) {
 			t.Fatal(err)
 		}
 		before[n.Node] = u
+		for _, transport := range []string{shm.Name, tcp.Name} {
+			if warm[n.Node+transport], err = readBytes(t.Context(), n.HTTP.String(), transport); err != nil {
+				t.Fatal(err)
+			}
+		}
 	}
 
 	seed := uint64(time.Now().UnixNano())
@@ -82,12 +95,26 @@ func TestChaos(t *testing.T) {
 		kills++
 	}
 	work.Wait()
-	t.Logf("%d kills; %d requests ready, %d whose publisher died, failures %v", kills, y.ready, y.cut, y.typed)
+	t.Logf("%d kills; %d requests ready, %d given up, %d whose publisher died, failures %v", kills, y.ready, y.givenUp, y.cut, y.typed)
 	for _, err := range y.strange {
 		t.Errorf("request ended strangely: %v", err)
 	}
 	if kills == 0 || y.ready == 0 {
 		t.Error("nothing happened")
+	}
+	for _, transport := range []string{shm.Name, tcp.Name} {
+		sum := 0.0
+		for _, d := range decode {
+			n, err := readBytes(t.Context(), c.must(d.node()).HTTP.String(), transport)
+			if err != nil {
+				t.Fatal(err)
+			}
+			sum += n - warm[d.node()+transport]
+		}
+		t.Logf("%.0f bytes over %s", sum, transport)
+		if sum == 0 {
+			t.Errorf("nothing went over %s", transport)
+		}
 	}
 
 	if err := c.Meet(c.ctx); err != nil {
@@ -130,8 +157,25 @@ func chaosRequests(ctx context.Context, c *cluster, y *tally, name string, from,
 		if rnd.IntN(2) == 0 {
 			r.target = to.node()
 		}
+		readCtx, giveUp := context.WithCancel(c.ctx)
+		var revoked time.Duration // after the publish
+		switch rnd.IntN(8) {
+		case 0:
+			time.AfterFunc(time.Duration(rnd.IntN(60))*time.Millisecond, giveUp)
+			r.hold = 200 * time.Millisecond // it may stay unread
+		case 1:
+			r.keep = true
+			revoked = time.Duration(rnd.IntN(20)) * time.Millisecond
+		}
 		published := make(chan error, 1)
-		go func() { published <- from.publish(c.ctx, r) }()
+		go func() {
+			err := from.publish(c.ctx, r)
+			if err == nil && r.keep {
+				pause(c.ctx, revoked)
+				from.remove(r.name)
+			}
+			published <- err
+		}()
 		byReference := rnd.IntN(2) == 0
 		var publishErr error
 		if byReference {
@@ -143,14 +187,18 @@ func chaosRequests(ctx context.Context, c *cluster, y *tally, name string, from,
 		}
 		var readErr error
 		if publishErr == nil {
-			readErr = to.retrieve(c.ctx, r, r.given(byReference), readerWait)
+			readErr = to.retrieve(readCtx, r, r.given(byReference), readerWait)
 		}
+		gaveUp := readCtx.Err() != nil
+		giveUp()
 		publishErr = <-published
 		y.count(func() {
 			code := client.CodeOf(readErr)
 			switch {
 			case publishErr != nil && !died(publishErr):
 				y.strange = append(y.strange, fmt.Errorf("publish: %w", publishErr))
+			case readErr != nil && gaveUp && !errors.Is(readErr, errWrongBytes) && !errors.Is(readErr, errEarly):
+				y.givenUp++
 			case readErr != nil && !slices.Contains(readerCodes, code):
 				y.strange = append(y.strange, fmt.Errorf("retrieve: %w", readErr))
 			case readErr != nil:

@@ -25,6 +25,7 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/localcluster"
+	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
 // testLimit bounds a whole test, a soak's time not counted, patience each thing
@@ -151,15 +152,46 @@ func (c *cluster) kill(name string) {
 	}
 }
 
-// freeze stops a node and waits until none of its threads runs: the signal alone
-// leaves it a moment in which it may still answer.
-func (c *cluster) freeze(name string) {
+// tcpOnly starts nodes again without shared memory, and waits until all nodes
+// have met: a mixed cluster, with both transports at work.
+func (c *cluster) tcpOnly(names ...string) {
 	c.t.Helper()
-	if err := c.Kill(name, syscall.SIGSTOP); err != nil {
+	for _, name := range names {
+		n := c.must(name)
+		c.kill(name)
+		conf := configOf(c.t, n)
+		conf.Transfer.Transports = []string{tcp.Name}
+		raw, err := conf.Marshal()
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		if err := os.WriteFile(n.Config(), raw, 0o600); err != nil {
+			c.t.Fatal(err)
+		}
+		if err := c.Restart(c.ctx, name, true); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+	if err := c.Meet(c.ctx); err != nil {
 		c.t.Fatal(err)
 	}
-	tasks := fmt.Sprintf("/proc/%d/task/*/stat", c.must(name).PID)
-	await(c.t, name+" to stand still", patience, func(context.Context) error {
+}
+
+// freeze stops a node; see [standstill].
+func (c *cluster) freeze(name string) {
+	c.t.Helper()
+	standstill(c.t, name, c.must(name).PID)
+}
+
+// standstill stops a process and waits until none of its threads runs: the signal
+// alone leaves it a moment in which it may still answer.
+func standstill(t *testing.T, name string, pid int) {
+	t.Helper()
+	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	tasks := fmt.Sprintf("/proc/%d/task/*/stat", pid)
+	await(t, name+" to stand still", patience, func(context.Context) error {
 		stats, err := filepath.Glob(tasks)
 		if err != nil || len(stats) == 0 {
 			return errors.Join(err, errors.New("it has no threads"))
@@ -396,9 +428,9 @@ func another(t *testing.T, n localcluster.Node, name string) *config.Config {
 	return c
 }
 
-// launch runs an agent and does not wait for it; ready gets its ready line,
-// or the end of its output.
-func launch(t *testing.T, c *config.Config) (a *agent, ready <-chan []byte) {
+// launch runs an agent, below the words of a command if there are any, and does
+// not wait for it; ready gets its ready line, or the end of its output.
+func launch(t *testing.T, c *config.Config, below ...string) (a *agent, ready <-chan []byte) {
 	t.Helper()
 	dir, err := os.MkdirTemp(built.dir, "r")
 	if err != nil {
@@ -418,7 +450,8 @@ func launch(t *testing.T, c *config.Config) (a *agent, ready <-chan []byte) {
 		t.Fatal(err)
 	}
 	defer log.Close()
-	cmd := exec.Command(built.binary, "agent", "-c", file)
+	words := append(below, built.binary, "agent", "-c", file)
+	cmd := exec.Command(words[0], words[1:]...)
 	cmd.Stderr = log
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -440,6 +473,9 @@ func launch(t *testing.T, c *config.Config) (a *agent, ready <-chan []byte) {
 	t.Cleanup(func() {
 		_ = cmd.Process.Signal(syscall.SIGCONT)
 		_ = cmd.Process.Signal(syscall.SIGTERM)
+		for _, pid := range children(a.pid) { // a command that it is below does not pass it on
+			_ = syscall.Kill(pid, syscall.SIGTERM)
+		}
 		select {
 		case <-a.exited:
 		case <-time.After(patience):
@@ -450,6 +486,17 @@ func launch(t *testing.T, c *config.Config) (a *agent, ready <-chan []byte) {
 		checkLog(t, c.Node.Name, a.logs)
 	})
 	return a, lines
+}
+
+// children are the processes that a process's first thread has started.
+func children(pid int) (pids []int) {
+	list, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid)) // of one that has ended there is none
+	for word := range strings.FieldsSeq(string(list)) {
+		if child, err := strconv.Atoi(word); err == nil {
+			pids = append(pids, child)
+		}
+	}
+	return pids
 }
 
 // startAgent runs an agent until the end of the test, and waits until it is ready.
@@ -538,6 +585,11 @@ func usageOf(ctx context.Context, pid int, http string) (u usage, err error) {
 	count, _, _ := strings.Cut(rest, "\n")
 	u.goroutines, err = strconv.Atoi(count)
 	return u, err
+}
+
+// readBytes are what a node has read over a transport.
+func readBytes(ctx context.Context, http, transport string) (float64, error) {
+	return metric(ctx, http, "kvferry_read_bytes_total", fmt.Sprintf("transport=%q", transport))
 }
 
 // metric is the sum of a metric's series that have all the labels, each `name="value"`.

@@ -68,7 +68,7 @@ func throw(ctx context.Context, network, address string, seed uint64) (sent int)
 
 func TestGarbageOnEveryPort(t *testing.T) {
 	t.Parallel()
-	c := up(t, 1, 1)
+	c := up(t, 1, 1, overTCP) // what moves is to come through the garbage
 	from, to := c.engine("prefill-0"), c.engine("decode-0")
 	l := startLoad(t, from, to, 60)
 	l.more(4)

@@ -243,7 +243,7 @@ func TestJoinByCommand(t *testing.T) {
 	strange := another(t, seed, "strange")
 	strange.Cluster.Name, strange.Cluster.Join = "strange", nil
 	stranger := startAgent(t, strange)
-	wantRefused(t, apart[0].Engine, []string{"is cluster.name the same there"}, "join", "--timeout", "2s", stranger.Gossip.String())
+	wantRefused(t, apart[0].Engine, []string{"cluster.name"}, "join", "--timeout", "2s", stranger.Gossip.String())
 	wantRefused(t, apart[0].Engine, []string{"that is this node itself"}, "join", "--timeout", "2s", apart[0].Gossip.String())
 
 	if said := wantDone(t, apart[1].Engine, "", "join", seed.Gossip.String()); !strings.Contains(said, "joined, ") {

@@ -33,7 +33,8 @@ const (
 func TestJunkFromStrangers(t *testing.T) {
 	for name, secure := range map[string]bool{"plain": false, "secure": true} {
 		t.Run(name, func(t *testing.T) { // one after the other: it takes all of the machine
-			c := start(t, localcluster.Options{Prefill: 1, Decode: 1, Secure: secure})
+			// What moves is to come through the junk.
+			c := start(t, localcluster.Options{Prefill: 1, Decode: 1, Secure: secure, Set: []string{overTCP}})
 			junk(t, c, c.must("prefill-0"))
 		})
 	}

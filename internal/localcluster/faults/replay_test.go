@@ -16,6 +16,8 @@ import (
 
 	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/internal/replay"
+	"github.com/kvferry/kvferry/transfer/shm"
+	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
 const (
@@ -29,7 +31,7 @@ const (
 )
 
 // TestReplayWhileNodesDie replays a trace with the command line on four prefill
-// and four decode nodes, while nodes are killed and started again at random, on
+// and four decode nodes, one of each without shared memory, while nodes are killed and started again at random, on
 // the same ports and on others, and stopped for a while. No byte is wrong, and
 // every request is ready or ends with a code that such a node explains.
 // Afterwards all nodes meet, all pages are free, and a node that lived through
@@ -48,6 +50,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 		"arena.pages=64", "arena.page_size=16",
 		"timers.hold=2s", "timers.lease=2s", "timers.lease_renew=500ms", "timers.session_grace=1s", "timers.stall=1s",
 	}})
+	c.tcpOnly("prefill-1", "decode-1")
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	rnd := rand.New(rand.NewPCG(seed, 0))
@@ -96,7 +99,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 	kills, stops, story := disturb(t, c, rnd, spared)
 	code = foul.code(t)
 	r := reportOf(t, foul)
-	t.Logf("%d nodes killed, %d stopped; %d of %d requests ready, %d lost, %.1f s: %s", kills, stops, r.Ready, r.Requests, r.Lost, r.ElapsedSeconds, failuresText(r))
+	t.Logf("%d nodes killed, %d stopped; %d of %d requests ready, %d lost, %.1f s, bytes %v: %s", kills, stops, r.Ready, r.Requests, r.Lost, r.ElapsedSeconds, r.BytesByTransport, failuresText(r))
 	if code != 0 {
 		t.Errorf("exit code %d\n%s", code, foul.stderr.String())
 	}
@@ -106,6 +109,11 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 	for _, f := range r.Failures {
 		if f.Longest > longestFailure {
 			t.Errorf("a request ended with %s after %.1f s: %v", f.Code, f.Longest, f.Examples)
+		}
+	}
+	for _, transport := range []string{shm.Name, tcp.Name} {
+		if r.BytesByTransport[transport] == 0 {
+			t.Errorf("nothing went over %s", transport)
 		}
 	}
 	if kills == 0 || r.Ready < r.Requests/4 {

@@ -21,11 +21,12 @@ const (
 )
 
 // TestFaultsInMidTransfer puts one owner behind proxies. While each fault hits
-// those who talk to it, another pair must notice nothing.
+// those who talk to it, another pair must notice nothing. TestFaultsInMidCopy is
+// its like without a network.
 func TestFaultsInMidTransfer(t *testing.T) {
 	t.Parallel()
 	const lease = 2 * time.Second
-	c := up(t, 1, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s",
+	c := up(t, 1, 2, overTCP, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s",
 		"arena.layers=4", "arena.heads=8", "arena.head_dim=128") // 16 KiB a token
 	f, owner := behind(t, c, "slow", nil)
 	from, to := attach(t, owner.Engine), c.engine("decode-0")

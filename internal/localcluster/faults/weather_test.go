@@ -68,7 +68,7 @@ func TestWeather(t *testing.T) {
 }
 
 func weather(t *testing.T, name string, begin func(*testing.T, *toxiproxy.Proxy) func()) {
-	c := up(t, 1, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s", "timers.hold=4s")
+	c := up(t, 1, 2, overTCP, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s", "timers.hold=4s")
 	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-1"), 30)
 	l.more(2)
 	f, owner := behind(t, c, "behind", nil)
