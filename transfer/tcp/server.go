@@ -46,6 +46,7 @@ type served struct {
 	stranger bool         // has not said who it is; server.mu guards it
 	waiting  atomic.Int64 // since when it waits for a request, unix ns; 0 while it works
 	limit    time.Time    // end of the answer that is being sent
+	untaken  int          // bytes that the reader had not taken when that was looked at last
 	head     [headerBytes]byte
 	body     []byte
 	out      []byte // headers of an answer, or the whole of a small one
@@ -83,6 +84,7 @@ func (s *server) admit(conn *net.TCPConn) {
 	c.waiting.Store(time.Now().UnixNano())
 	c.out = make([]byte, 0, 2*headerBytes)
 	c.send.moved = func() { c.extend(s.t.limits.Stall) }
+	c.send.late = func() bool { return c.takes(s.t.limits.Stall) }
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -360,7 +362,19 @@ func (c *served) extend(stall time.Duration) {
 	if at.After(c.limit) {
 		at = c.limit
 	}
+	c.untaken = c.unacknowledged()
 	_ = c.tcp.SetWriteDeadline(at) // fails only on a closed connection, as the write will
+}
+
+// takes reports whether the reader has taken a byte since that was looked at
+// last, and gives it more time if so. A full buffer can be written to again only
+// when a good part of it is free: what is taken slowly shows much earlier.
+func (c *served) takes(stall time.Duration) bool {
+	if c.unacknowledged() >= c.untaken || !time.Now().Before(c.limit) {
+		return false
+	}
+	c.extend(stall)
+	return true
 }
 
 func (c *served) write(b []byte) error { return c.wire.out.one(b) }

@@ -237,6 +237,26 @@ func TestSlowReaderEnds(t *testing.T) {
 	})
 }
 
+// One that goes on taking some is served, though the kernel's buffer is full for
+// longer than the stall time at a stretch.
+func TestSteadyReaderIsServed(t *testing.T) {
+	bothWays(t, func(t *testing.T, o, r Options) {
+		const size, sip = 12 << 20, 32 << 10
+		o.Limits = transfer.Limits{Stall: 200 * time.Millisecond}
+		owner, _ := newPair(t, size, o, r)
+		steady := greetedBy(t, owner, r.Identity)
+		ask(t, steady, 1, owner.hold(1, 1), transfer.Copy{Bytes: size})
+		tick := time.NewTicker(8 * time.Millisecond) // 4 MB/s
+		defer tick.Stop()
+		for left := size + 2*headerBytes; left > 0; <-tick.C {
+			n, err := io.ReadFull(steady, make([]byte, min(left, sip)))
+			if left -= n; err != nil {
+				t.Fatalf("with %d bytes left: %v", left, err)
+			}
+		}
+	})
+}
+
 func testSlowReader(t *testing.T, o, r Options, limits transfer.Limits, sip int) {
 	const size = 16 << 20
 	o.Limits = limits

@@ -1,7 +1,10 @@
 package tcp
 
 import (
+	"errors"
 	"net"
+	"os"
+	"syscall"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -10,6 +13,9 @@ import (
 // wire is a TCP connection with both halves.
 type wire struct {
 	tcp        *net.TCPConn
+	raw        syscall.RawConn
+	look       func(fd uintptr) // sets queued; once, not a closure a call
+	queued     int
 	recv, send *direction // of the socket
 	in, out    half       // straight over the socket, or by TLS
 }
@@ -29,13 +35,26 @@ func newWire(c *net.TCPConn) (*wire, error) {
 			_ = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
 		})
 	}
-	w := &wire{tcp: c, recv: newDirection(unix.SYS_READV, raw.Read), send: newDirection(unix.SYS_WRITEV, raw.Write)}
+	w := &wire{tcp: c, raw: raw, recv: newDirection(unix.SYS_READV, raw.Read), send: newDirection(unix.SYS_WRITEV, raw.Write)}
 	w.in.by, w.out.by = w.recv, w.send
+	w.look = func(fd uintptr) {
+		if n, err := unix.IoctlGetInt(int(fd), unix.SIOCOUTQ); err == nil {
+			w.queued = n
+		}
+	}
 	return w, nil
 }
 
 // abort ends both halves. Calls that run return at once.
 func (w *wire) abort() { _ = w.tcp.Close() } // nothing is lost that was not given up
+
+// unacknowledged is how many bytes the kernel holds that the other side has not
+// taken; 0 if it does not say. It serves one goroutine at a time.
+func (w *wire) unacknowledged() int {
+	w.queued = 0
+	_ = w.raw.Control(w.look) // fails on a closed connection
+	return w.queued
+}
 
 // direction is one of the two of a socket: it moves bytes by system calls, many
 // stretches with each.
@@ -44,6 +63,7 @@ type direction struct {
 	wait  func(try func(fd uintptr) bool) error // of syscall.RawConn
 	try   func(fd uintptr) bool                 // the method once, not a closure a call
 	moved func()                                // told after every call that moved a byte; may be nil
+	late  func() bool                           // asked when the deadline has passed; true: there is a new one; may be nil
 	v     *vector
 	n     int
 	err   error
@@ -77,8 +97,14 @@ func (d *direction) once(fd uintptr) bool {
 // move makes one system call.
 func (d *direction) move(v *vector) (int, error) {
 	d.v = v
-	if err := d.wait(d.try); err != nil {
-		return 0, err
+	for {
+		err := d.wait(d.try)
+		if err == nil {
+			break
+		}
+		if d.late == nil || !errors.Is(err, os.ErrDeadlineExceeded) || !d.late() {
+			return 0, err
+		}
 	}
 	if d.n > 0 && d.moved != nil {
 		d.moved()
