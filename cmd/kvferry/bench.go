@@ -65,6 +65,8 @@ What could not be measured is listed with the reason.`,
 				return usage(cmd, "--part is empty")
 			case len(o.Transports) == 0:
 				return usage(cmd, "--transport is empty")
+			case plot != "" && !slices.Contains(bench.PlotFormats(), plotFormat(plot)):
+				return usage(cmd, "--plot=%s: want a name that ends in one of .%s", plot, strings.Join(bench.PlotFormats(), " ."))
 			case plot != "" && !slices.Contains(o.Parts, "pull"):
 				return usage(cmd, "--plot=%s: want pull among the parts", plot)
 			case plot != "" && len(percent) > 0 && !slices.Contains(percent, 0):
@@ -73,8 +75,8 @@ What could not be measured is listed with the reason.`,
 				return usage(cmd, "--chunk is empty")
 			case o.Concurrency < 1 || o.Concurrency > bench.MaxConcurrency:
 				return usage(cmd, "--concurrency=%d: want 1 to %d", o.Concurrency, bench.MaxConcurrency)
-			case o.Lanes < 1 || o.Concurrency*o.Lanes > bench.MaxConnections:
-				return usage(cmd, "--lanes=%d: want at least 1, and for all reads at once at most %d", o.Lanes, bench.MaxConnections)
+			case o.Lanes < 1 || o.Lanes > bench.MaxLanes || o.Concurrency*o.Lanes > bench.MaxConnections:
+				return usage(cmd, "--lanes=%d: want 1 to %d, and for all reads at once at most %d", o.Lanes, bench.MaxLanes, bench.MaxConnections)
 			case o.Workers < 1 || o.Workers > bench.MaxWorkers:
 				return usage(cmd, "--workers=%d: want 1 to %d", o.Workers, bench.MaxWorkers)
 			case o.Rounds < 1 || o.Rounds > bench.MaxRounds:
@@ -104,8 +106,8 @@ What could not be measured is listed with the reason.`,
 				if len(prefill) > 0 && len(decode) > 0 {
 					o.Prefill, o.Decode = prefill[0], decode[0]
 				}
-			} else if !errors.Is(err, localcluster.ErrNotUp) {
-				return err
+			} else if !errors.Is(err, localcluster.ErrNotUp) || cmd.Flags().Changed("name") {
+				return err // no cluster is fine but for one that was named
 			}
 			o.Progress = cmd.ErrOrStderr()
 			report, err := bench.Run(cmd.Context(), o)
@@ -125,16 +127,16 @@ What could not be measured is listed with the reason.`,
 				return err
 			}
 			if plot != "" {
-				var svg bytes.Buffer
-				if err := report.Plot(&svg); err != nil {
+				var picture bytes.Buffer
+				if err := report.Plot(&picture, plotFormat(plot)); err != nil {
 					return err
 				}
-				if err := os.WriteFile(plot, svg.Bytes(), 0o644); err != nil {
+				if err := os.WriteFile(plot, picture.Bytes(), 0o644); err != nil {
 					return fmt.Errorf("write plot: %w", err)
 				}
 			}
-			if check && !report.OK() {
-				return errors.New("a figure missed its bound, see the report")
+			if err := report.Check(); check && err != nil {
+				return err
 			}
 			return nil
 		},
@@ -152,8 +154,8 @@ What could not be measured is listed with the reason.`,
 	f.DurationVar(&o.Duration, "duration", 400*time.Millisecond, "of one pull of one round, at least")
 	f.IntVar(&o.Samples, "samples", 400, "samples of publish to ready")
 	f.IntVar(&o.Warmup, "warmup", 50, "samples before that which do not count")
-	f.StringVar(&plot, "plot", "", "an SVG file to write, of the throughput of scattered chunks by size")
-	f.BoolVar(&check, "check", false, "fail if a figure misses its bound")
+	f.StringVar(&plot, "plot", "", "a file to write (.svg, .png, or .pdf), of the throughput of scattered chunks by size")
+	f.BoolVar(&check, "check", false, "fail if a figure misses its bound, or something is not measured")
 	output = addFormat(cmd, asMarkdown)
 	cmd.AddCommand(&cobra.Command{
 		Use:    "owner",
@@ -166,6 +168,9 @@ What could not be measured is listed with the reason.`,
 	})
 	return cmd
 }
+
+// plotFormat is that of a file by its name; "" if the name has no suffix.
+func plotFormat(path string) string { return strings.TrimPrefix(filepath.Ext(path), ".") }
 
 // tabled is a document with a form of its own for people.
 type tabled interface{ WriteTable(io.Writer) error }

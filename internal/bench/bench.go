@@ -74,6 +74,7 @@ type Options struct {
 // Bounds of the options.
 const (
 	MaxConcurrency = 64
+	MaxLanes       = 64  // as a node's configuration
 	MaxConnections = 128 // of all reads at once; iperf3 has no more
 	MaxWorkers     = 256
 	MinChunkBytes  = 8
@@ -148,7 +149,9 @@ func (o Options) withDefaults() (Options, error) {
 		return o, fmt.Errorf("node at %s is named twice, nothing is pulled from oneself", o.Prefill)
 	case o.Concurrency < 1 || o.Concurrency > MaxConcurrency:
 		return o, fmt.Errorf("concurrency %d is not in 1..%d", o.Concurrency, MaxConcurrency)
-	case o.Lanes < 1 || o.Lanes*o.Concurrency > MaxConnections:
+	case o.Lanes < 1 || o.Lanes > MaxLanes:
+		return o, fmt.Errorf("%d lanes are not in 1..%d", o.Lanes, MaxLanes)
+	case o.Lanes*o.Concurrency > MaxConnections:
 		return o, fmt.Errorf("%d lanes of %d reads at once are not in 1..%d connections", o.Lanes, o.Concurrency, MaxConnections)
 	case o.Workers < 1 || o.Workers > MaxWorkers:
 		return o, fmt.Errorf("%d workers are not in 1..%d", o.Workers, MaxWorkers)
@@ -190,7 +193,8 @@ func (o Options) withDefaults() (Options, error) {
 
 // Run measures and returns what it found. A part that could not be measured
 // (no iperf3, no cluster) is in Report.Missing with the reason; an error means
-// that a part that ran went wrong, a wrong byte included.
+// that a part that ran went wrong, a wrong byte included, or that it was interrupted:
+// then it wraps the cause of ctx.
 func Run(ctx context.Context, o Options) (*Report, error) {
 	o, err := o.withDefaults()
 	if err != nil {
@@ -202,12 +206,20 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		if !slices.Contains(o.Parts, p.name) {
 			continue
 		}
-		if err := p.run(ctx, o, r); err != nil {
+		err := p.run(ctx, o, r)
+		if err != nil && ctx.Err() != nil && !errors.Is(err, errWrongByte) {
+			// What ctx has ended fails in ways that say nothing.
+			err = fmt.Errorf("interrupted in %s: %w", p.name, context.Cause(ctx))
+		}
+		if err != nil {
 			return nil, fmt.Errorf("bench: %w", err)
 		}
 	}
 	return r, nil
 }
+
+// errWrongByte: what has arrived is not what was sent.
+var errWrongByte = errors.New("wrong byte")
 
 // spread is a median and its range.
 type spread struct{ median, min, max float64 }

@@ -65,7 +65,7 @@ func TestRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	missing := strings.Join(r.Missing, "\n")
-	if !strings.Contains(missing, "publish to ready") || r.OK() {
+	if !strings.Contains(missing, "publish to ready") || r.Check() == nil {
 		t.Errorf("missing %q, want publish to ready: no nodes were named", r.Missing)
 	}
 	rows, figures := 0, 2 // of planning
@@ -91,6 +91,9 @@ func TestRun(t *testing.T) {
 		}
 	}
 	for _, c := range r.Costs {
+		if c.Transport != "" && c.AllocsPerPage != 0 {
+			t.Errorf("a read allocates more for more pages: %+v", c)
+		}
 		if c.NanosPerPage <= 0 || c.Rounds != 2 {
 			t.Errorf("cost %+v", c)
 		}
@@ -115,11 +118,11 @@ func TestInterrupted(t *testing.T) {
 	o.Parts, o.Rounds, o.Duration = []string{"pull"}, MaxRounds, time.Second
 	tmp := t.TempDir()
 	t.Setenv("TMPDIR", tmp)
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	o.Progress = cancelAt{"round 1 of", cancel}
-	if _, err := Run(ctx, o); err == nil {
-		t.Error("measured to its end")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cause := errors.New("terminated signal received")
+	o.Progress = cancelAt{"round 1 of", func() { cancel(cause) }}
+	if _, err := Run(ctx, o); !errors.Is(err, cause) || err.Error() != "bench: interrupted in pull: "+cause.Error() {
+		t.Errorf("interrupted: %v", err)
 	}
 	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
 		t.Errorf("left behind: %v, %v", left, err)
@@ -255,6 +258,7 @@ func TestOptions(t *testing.T) {
 		"many at once":      {Concurrency: MaxConcurrency + 1},
 		"many connections":  {Concurrency: MaxConcurrency, Lanes: 3},
 		"negative lanes":    {Lanes: -1},
+		"many lanes":        {Lanes: MaxLanes + 1},
 		"many workers":      {Workers: MaxWorkers + 1},
 		"unknown transport": {Transports: []string{"pigeon"}},
 		"contiguity of 2":   {Contiguity: []float64{2}},
@@ -284,11 +288,33 @@ func TestParseIperf(t *testing.T) {
 
 func TestFigures(t *testing.T) {
 	r := &Report{Figures: []Figure{floor("speed", 0.59, "of the limit", 0.6), ceiling("time", 2, "ms", 2)}}
-	if r.OK() || r.Figures[0].Met || !r.Figures[1].Met {
+	if r.Figures[0].Met || !r.Figures[1].Met {
 		t.Errorf("figures %+v", r.Figures)
 	}
 	if text := r.Markdown(""); !strings.Contains(text, "MISSED") {
 		t.Errorf("a missed floor is not reported as missed:\n%s", text)
+	}
+}
+
+// TestCheckSaysWhatIsWrong: what was missed is told from what was not measured.
+func TestCheckSaysWhatIsWrong(t *testing.T) {
+	met, missed := ceiling("time", 2, "ms", 2), floor("speed", 0.59, "of the limit", 0.6)
+	for name, tt := range map[string]struct {
+		r    Report
+		want string // "": nil
+	}{
+		"all well":     {Report{Figures: []Figure{met}}, ""},
+		"missed":       {Report{Figures: []Figure{met, missed}}, "missed its bound: speed: 0.59 of the limit, promised is at least 0.6"},
+		"not measured": {Report{Figures: []Figure{met}, Missing: []string{"pull: no iperf3"}}, "not measured: pull: no iperf3"},
+		"both":         {Report{Figures: []Figure{missed}, Missing: []string{"x"}}, "missed its bound: speed: 0.59 of the limit, promised is at least 0.6\nnot measured: x"},
+	} {
+		have := ""
+		if err := tt.r.Check(); err != nil {
+			have = err.Error()
+		}
+		if have != tt.want {
+			t.Errorf("%s: %q, want %q", name, have, tt.want)
+		}
 	}
 }
 
@@ -350,7 +376,7 @@ func TestReportKeys(t *testing.T) {
 
 func TestPlot(t *testing.T) {
 	r := &Report{}
-	if err := r.Plot(io.Discard); err == nil {
+	if err := r.Plot(io.Discard, "svg"); err == nil {
 		t.Error("nothing was plotted")
 	}
 	for _, name := range Transports() {
@@ -365,7 +391,7 @@ func TestPlot(t *testing.T) {
 	}
 	for name, rows := range map[string][]Row{"all": r.Rows, "one size": r.Rows[:1], "one transport": r.Rows[:8]} {
 		var svg bytes.Buffer
-		if err := (&Report{Rows: rows}).Plot(&svg); err != nil {
+		if err := (&Report{Rows: rows}).Plot(&svg, "svg"); err != nil {
 			t.Errorf("%s: %v", name, err)
 			continue
 		}
@@ -386,6 +412,17 @@ func TestPlot(t *testing.T) {
 			if row.Contiguity == 0 && (!texts[row.Transport] || !texts[row.Limit] || !texts[bytesText(row.ChunkBytes)]) {
 				t.Errorf("%s: plot lacks something of %+v: %v", name, row, texts)
 			}
+		}
+	}
+	for format, magic := range map[string]string{"svg": "<?xml", "png": "\x89PNG", "pdf": "%PDF"} {
+		var out bytes.Buffer
+		if err := r.Plot(&out, format); err != nil || !strings.HasPrefix(out.String(), magic) {
+			t.Errorf("plot as %s begins with %.8q, %v", format, out.String(), err)
+		}
+	}
+	for _, bad := range []string{"", "gif", "eps"} {
+		if err := r.Plot(io.Discard, bad); err == nil {
+			t.Errorf("plotted as %q", bad)
 		}
 	}
 	if text := r.Markdown("plot.svg"); !strings.Contains(text, "](plot.svg)") {

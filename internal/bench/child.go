@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"syscall"
 	"time"
 )
 
@@ -26,10 +27,25 @@ const (
 	quitTimeout = 10 * time.Second
 )
 
+// command is that of exec, in a process group of its own: a terminal interrupts this
+// process alone, which ends the others, and theirs, by ctx.
+func command(ctx context.Context, name string, args ...string) *exec.Cmd {
+	c := exec.CommandContext(ctx, name, args...)
+	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	c.Cancel = func() error {
+		err := syscall.Kill(-c.Process.Pid, syscall.SIGKILL)
+		if errors.Is(err, syscall.ESRCH) {
+			err = os.ErrProcessDone
+		}
+		return err
+	}
+	return c
+}
+
 // startChild starts a process, which has files as its descriptors from 3 on;
 // they stay the caller's. ctx ends it.
 func startChild(ctx context.Context, files []*os.File, argv ...string) (*child, error) {
-	c := &child{process: exec.CommandContext(ctx, argv[0], argv[1:]...)}
+	c := &child{process: command(ctx, argv[0], argv[1:]...)}
 	c.process.Stderr = os.Stderr
 	c.process.ExtraFiles = files
 	c.process.WaitDelay = quitTimeout

@@ -39,7 +39,7 @@ func runIperf(ctx context.Context, path string, connections int) (float64, error
 	if err != nil {
 		return 0, fmt.Errorf("run iperf3: %w", err)
 	}
-	server := exec.CommandContext(ctx, path, "-s", "-1", "-p", port, "-B", "127.0.0.1", "--forceflush")
+	server := command(ctx, path, "-s", "-1", "-p", port, "-B", "127.0.0.1", "--forceflush")
 	server.WaitDelay = time.Second
 	out, err := server.StdoutPipe()
 	if err != nil {
@@ -57,7 +57,7 @@ func runIperf(ctx context.Context, path string, connections int) (float64, error
 		return 0, fmt.Errorf("run iperf3 -s -p %s: %w", port, err)
 	}
 	// A fraction of a second means "for ever" to it.
-	client := exec.CommandContext(ctx, path, "-c", "127.0.0.1", "-p", port, "-P", strconv.Itoa(connections), "-C", "cubic", "-t", "1", "-J")
+	client := command(ctx, path, "-c", "127.0.0.1", "-p", port, "-P", strconv.Itoa(connections), "-C", "cubic", "-t", "1", "-J")
 	client.WaitDelay = time.Second
 	text, err := client.Output()
 	rate, parsed := parseIperf(text)

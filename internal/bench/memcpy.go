@@ -47,26 +47,17 @@ func startMemcpy(ctx context.Context, arenaBytes int64) (_ *memcpy, err error) {
 			err = errors.Join(fmt.Errorf("start memcpy: %w", err), m.close())
 		}
 	}()
-	dir, err := os.MkdirTemp("", "kvferry-bench")
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }() // a program that runs needs no file
-	program, err := compile(ctx, dir)
-	if err != nil {
-		return nil, err
-	}
 	if m.source, err = memory.New("bench-memcpy-source", arenaBytes); err != nil {
 		return nil, err
 	}
 	if m.target, err = memory.New("bench-memcpy-target", arenaBytes); err != nil {
 		return nil, err
 	}
-	fillContent(m.source.Bytes())
 	files := []*os.File{m.source.File(), m.target.File()}
-	if m.child, err = startChild(ctx, files, program, fmt.Sprint(arenaBytes)); err != nil {
+	if m.child, err = startProgram(ctx, files, fmt.Sprint(arenaBytes)); err != nil {
 		return nil, err
 	}
+	fillContent(m.source.Bytes())
 	ready, err := m.child.ask(nil, memcpyTimeout)
 	if err == nil && string(ready) != "ready" {
 		err = fmt.Errorf("it says %q", ready)
@@ -74,6 +65,22 @@ func startMemcpy(ctx context.Context, arenaBytes int64) (_ *memcpy, err error) {
 	return m, err
 }
 
+// startProgram compiles the program, starts it with the files and the argument, and
+// removes it: what runs needs no file.
+func startProgram(ctx context.Context, files []*os.File, arg string) (c *child, err error) {
+	s, err := newScratch()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, s.close()) }()
+	program, err := compile(ctx, s.path)
+	if err != nil {
+		return nil, err
+	}
+	return startChild(ctx, files, program, arg)
+}
+
+// compile leaves files in dir alone.
 func compile(ctx context.Context, dir string) (program string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, compileTimeout)
 	defer cancel()
@@ -85,7 +92,8 @@ func compile(ctx context.Context, dir string) (program string, err error) {
 	if err := os.WriteFile(source, memcpySource, 0o600); err != nil {
 		return "", err
 	}
-	cc := exec.CommandContext(ctx, compiler, "-O2", "-pthread", "-o", program, source)
+	cc := command(ctx, compiler, "-O2", "-pthread", "-o", program, source)
+	cc.Env = append(os.Environ(), "TMPDIR="+dir)
 	cc.WaitDelay = time.Second
 	if out, err := cc.CombinedOutput(); err != nil {
 		if ctx.Err() != nil {

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -105,6 +107,49 @@ func TestNoCompiler(t *testing.T) {
 	if _, err := startMemcpy(t.Context(), 1<<20); !errors.Is(err, errNoCompiler) || !strings.Contains(err.Error(), "no stdio.h") {
 		t.Errorf("with one that fails: %v", err)
 	}
+}
+
+// TestCompilerInterrupted: neither the compiler, what it has started, nor its files
+// are left.
+func TestCompilerInterrupted(t *testing.T) {
+	dir, tmp := t.TempDir(), t.TempDir()
+	begun := filepath.Join(dir, "begun")
+	if err := unix.Mkfifo(begun, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	script := "#!/bin/sh\n: >\"$TMPDIR/cc1.s\"\n(sleep 600; : >\"$TMPDIR/late\") &\n: >" + begun + "\nwait\n"
+	if err := os.WriteFile(filepath.Join(dir, "cc"), []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	t.Setenv("TMPDIR", tmp)
+	ctx, cancel := context.WithCancelCause(t.Context())
+	interrupted := errors.New("interrupted")
+	done := make(chan error, 1)
+	go func() {
+		m, err := startMemcpy(ctx, 1<<20)
+		if err == nil {
+			err = errors.Join(errors.New("started"), m.close())
+		}
+		done <- err
+	}()
+	if _, err := os.ReadFile(begun); err != nil { // waits for who writes
+		t.Fatal(err)
+	}
+	start := time.Now()
+	cancel(interrupted)
+	if err := <-done; !errors.Is(err, interrupted) {
+		t.Errorf("ended: %v", err)
+	}
+	if took := time.Since(start); took > 900*time.Millisecond { // the wait for who holds its output
+		t.Errorf("what the compiler started went on for %v", took)
+	}
+	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+}
+
+func TestCompilerNotBegun(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(t.Context())
 	interrupted := errors.New("interrupted")
 	cancel(interrupted)

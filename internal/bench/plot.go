@@ -12,12 +12,20 @@ import (
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
-	_ "gonum.org/v1/plot/vg/vgsvg" // the format
+	_ "gonum.org/v1/plot/vg/vgimg" // png
+	_ "gonum.org/v1/plot/vg/vgpdf" // pdf
+	_ "gonum.org/v1/plot/vg/vgsvg" // svg
 )
 
-// Plot writes an SVG of the throughput of scattered chunks by their size, a line for
-// each transport and one for its limit.
-func (r *Report) Plot(w io.Writer) error {
+// PlotFormats are those of [Report.Plot], which are the suffixes of such files too.
+func PlotFormats() []string { return []string{"svg", "png", "pdf"} }
+
+// Plot writes a picture of the throughput of scattered chunks by their size, a line
+// for each transport and one for its limit. format is one of [PlotFormats].
+func (r *Report) Plot(w io.Writer, format string) error {
+	if !slices.Contains(PlotFormats(), format) {
+		return fmt.Errorf("plot: format %q is none of %v", format, PlotFormats())
+	}
 	p := plot.New()
 	p.Title.Text = "Throughput of scattered chunks, medians"
 	p.X.Label.Text, p.Y.Label.Text = "chunk", "GB/s"
@@ -71,7 +79,7 @@ func (r *Report) Plot(w io.Writer) error {
 	// Room for what stands at the ends, also of one size alone.
 	p.X.Min, p.X.Max = float64(sizes[0])/math.Sqrt2, float64(sizes[len(sizes)-1])*math.Sqrt2
 	p.Y.Max *= 1.25 // for the legend
-	out, err := p.WriterTo(16*vg.Centimeter, 9*vg.Centimeter, "svg")
+	out, err := p.WriterTo(16*vg.Centimeter, 9*vg.Centimeter, format)
 	if err == nil {
 		_, err = out.WriteTo(w)
 	}

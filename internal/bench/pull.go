@@ -291,7 +291,7 @@ func checkContent(arena *memory.Region, c transfer.Copy) error {
 	for at := 0; at < len(b); at += 8 {
 		want := content(uint64(c.Remote) + uint64(at))
 		if have := binary.LittleEndian.Uint64(b[at:]); have != want {
-			return fmt.Errorf("wrong byte: word at %d of the owner's arena landed at %d as %#x, want %#x", c.Remote+int64(at), c.Local+int64(at), have, want)
+			return fmt.Errorf("%w: word at %d of the owner's arena landed at %d as %#x, want %#x", errWrongByte, c.Remote+int64(at), c.Local+int64(at), have, want)
 		}
 	}
 	return nil

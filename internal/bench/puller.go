@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -17,7 +16,7 @@ import (
 // puller is the reading side, with a link to the owner by each transport.
 type puller struct {
 	*side
-	dir     string // where peers of one host meet
+	dir     *scratch // where peers of one host meet
 	owner   *owner
 	links   map[string]transfer.Link
 	refused map[string]string // transports without a link, and why
@@ -33,10 +32,10 @@ func newPuller(ctx context.Context, o Options, with setup) (_ *puller, err error
 			err = errors.Join(err, p.close())
 		}
 	}()
-	if p.dir, err = os.MkdirTemp("", "kvferry-bench"); err != nil {
+	if p.dir, err = newScratch(); err != nil {
 		return nil, err
 	}
-	with.Rendezvous = p.dir
+	with.Rendezvous = p.dir.path
 	if p.owner, err = startOwner(ctx, o.Owner, with); err != nil {
 		return nil, err
 	}
@@ -94,10 +93,7 @@ func (p *puller) close() error {
 	if p.owner != nil {
 		_ = p.owner.child.close() // measured already; its errors are on stderr
 	}
-	if p.dir == "" {
-		return nil
-	}
-	return os.RemoveAll(p.dir)
+	return p.dir.close()
 }
 
 // pulled is one run of one round.

@@ -267,7 +267,7 @@ func (e *engine) check(pages []page.Index, seed uint64) error {
 			b, first := e.piece(layer, i, p, seed)
 			for at := 0; at+8 <= len(b); at += 8 {
 				if want, have := content(first+uint64(at)), binary.LittleEndian.Uint64(b[at:]); have != want {
-					return fmt.Errorf("wrong byte: layer %d, page %d of the stream, word at %d is %#x, want %#x", layer, i, at, have, want)
+					return fmt.Errorf("%w: layer %d, page %d of the stream, word at %d is %#x, want %#x", errWrongByte, layer, i, at, have, want)
 				}
 			}
 		}

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -196,14 +197,19 @@ func (f Figure) verdict() string {
 	return "MISSED"
 }
 
-// OK reports that every figure was measured and met its bound.
-func (r *Report) OK() bool {
+// Check returns nil if everything was measured and every figure met its bound; else an
+// error that names what was not, and did not.
+func (r *Report) Check() error {
+	var errs []error
 	for _, f := range r.Figures {
 		if !f.Met {
-			return false
+			errs = append(errs, fmt.Errorf("missed its bound: %s: %.4g %s, promised is %s", f.Name, f.Value, f.Unit, f.promise()))
 		}
 	}
-	return len(r.Missing) == 0
+	for _, m := range r.Missing {
+		errs = append(errs, fmt.Errorf("not measured: %s", m))
+	}
+	return errors.Join(errs...)
 }
 
 // WriteTable writes the report for people.
@@ -362,11 +368,17 @@ func (r *Report) Markdown(plot string) string {
 * Publish to ready of %[5]s: the same, with one publication, final, of pages that were written and committed before; no engine
   writes in the time that counts. It is compared with the transport alone: in the same round the two processes of a pull read as
   many bytes in one read of the very copies that the nodes' pages made, just after the owner has written them. So the ratio
-  is the time by that of the bytes at the transport's own rate. The transports of both are set up by their defaults.
+  is the time by that of the bytes at the transport's own rate. The transports of both are set up by their defaults. Besides the
+  read, which the node may cut into several, there is in the time: the call of Publish; the seal; the announcement, with its page lists
+  over the reader's stream, and by gossip, there without them if it has more than 1,000 bytes: a reader who hears of it there first
+  looks them up at the owner; the pages that the reader's node reserves, the plan, and the wait for the read's turn; and the
+  answers of both nodes. The lease is asked for at the same time, and nothing waits for it; the reader's acknowledgement comes
+  after the answer.
 * Planning: page lists in random order on both sides into a slice that is long enough.
 * Submit: %[6]d pages of %[7]d bytes, in random order on both sides and so few bytes that they stay in the cache, planned and read
-  by one read, again and again. Counted is the CPU time of the reader's process, in user and kernel. Its allocations are those of
-  a read of %[6]d pages less those of a read of %[8]d, by the pages between.
+  by one read, again and again. Counted is the CPU time of the reader's process, in user and kernel. Its allocations are
+  those of a read of %[6]d pages less those of a read of %[8]d, by the pages between: both take tcp several requests, and neither is
+  so long that more lanes share it, so what is counted is what grows with pages, not what a read allocates whatever it has of them.
 `, bytesText(r.ArenaBytes), bytesText(readBytes), r.PullSeconds, r.Rounds, bytesText(manyBytes), submitPages, submitLayout().PageBytes(), fewPages)
 	if g := r.Gossip; g != nil {
 		fmt.Fprintf(&out, `* Gossip: as many members as the table says, all in one process: each has the membership, the log, and the board of a node, joined

@@ -15,7 +15,7 @@ import (
 
 const (
 	submitPages = 10_000 // of one read
-	fewPages    = 1_000  // of a smaller one
+	fewPages    = 5_000  // of a smaller one, which takes a transport several requests too
 	mallocReads = 20
 )
 

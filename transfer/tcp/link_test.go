@@ -715,3 +715,28 @@ func testStats(t *testing.T, o, r Options) {
 		t.Errorf("the owner's stats are %+v, want %+v", got, want)
 	}
 }
+
+// What a read allocates does not grow with its requests: between a list that takes
+// two and one that takes forty there is no difference.
+func TestRequestsAllocateNothing(t *testing.T) {
+	const size, most, bytes = 4 << 20, 40 * frameCopies, 32
+	owner, reader := newPair(t, size, Options{}, Options{})
+	seals := []transfer.Seal{owner.hold(1, 1)}
+	link := open(t, reader, owner.peer())
+	copies := make([]transfer.Copy, most)
+	for i := range copies {
+		copies[i] = transfer.Copy{Remote: int64(i) * bytes, Local: int64(most-1-i) * bytes, Bytes: bytes}
+	}
+	allocations := func(n int) float64 {
+		return testing.AllocsPerRun(20, func() {
+			if err := link.Read(context.Background(), seals, copies[:n]); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+	allocations(most) // what grows once
+	few, many := allocations(2*frameCopies), allocations(most)
+	if many > few {
+		t.Errorf("%v allocations for 2 requests, %v for 40", few, many)
+	}
+}
