@@ -73,6 +73,7 @@ type way struct {
 	absent     bool // at the peer, for all its life
 
 	refused  string        // why, or ""
+	broken   bool          // if refused: by an error other than ErrUnavailable
 	retryAt  time.Time     // if refused and not absent
 	delay    time.Duration // of the latest refusal since all was well
 	failures int           // in a row, by its own fault
@@ -204,10 +205,10 @@ func (r *Route) leave(o *opened) {
 // Ended tells how one or several reads of link ended: nil if well.
 //
 // [ErrIdentity] and [ErrClosed] drop the link: the next caller opens another.
-// Other errors count as the transport's fault, but for [ErrStale], [ErrRange],
-// the end of a context, and what [RouteOptions.Exempt] names. Links that were
-// taken before a fault was known and end by one count as that one: a peer that
-// stops once ends all of its reads.
+// All errors count as the transport's fault, but for [ErrStale], [ErrRange],
+// [ErrIdentity], the end of a context, and what [RouteOptions.Exempt] names.
+// Links that were taken before a fault was known and end by one count as that
+// one: a peer that stops once ends all of its reads.
 func (r *Route) Ended(link Link, err error) {
 	u, ok := link.(*use)
 	if !ok || u.r != r {
@@ -221,26 +222,25 @@ func (r *Route) Ended(link Link, err error) {
 		if w.refused == "" {
 			w.failures, w.delay = 0, 0
 		}
-	case errors.Is(err, ErrIdentity), errors.Is(err, ErrClosed):
+	case errors.Is(err, ErrIdentity):
 		idle = r.retireLocked(u.opened)
-	case r.innocent(err), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
-	case u.faults == w.faults && w.refused == "":
-		if r.faultLocked(w, err, time.Now()) && r.current != nil && r.current.way == w {
-			idle = r.retireLocked(r.current)
+	case isAny(err, ErrStale, ErrRange, context.Canceled, context.DeadlineExceeded) || r.o.Exempt(err):
+	default:
+		news := u.faults == w.faults && w.refused == ""
+		if errors.Is(err, ErrClosed) { // by what happened to it, unless we had given it up
+			news = news && !u.opened.retired
+			idle = r.retireLocked(u.opened)
+		}
+		if news && r.faultLocked(w, err, time.Now()) && r.current != nil && r.current.way == w {
+			idle = append(idle, r.retireLocked(r.current)...)
 		}
 	}
 	r.mu.Unlock()
 	r.closeAll(idle)
 }
 
-// innocent reports whether err says nothing about the transport that it is of.
-func (r *Route) innocent(err error) bool {
-	for _, other := range []error{ErrStale, ErrRange, ErrIdentity, ErrClosed} {
-		if errors.Is(err, other) {
-			return true
-		}
-	}
-	return r.o.Exempt(err)
+func isAny(err error, of ...error) bool {
+	return slices.ContainsFunc(of, func(one error) bool { return errors.Is(err, one) })
 }
 
 // faultLocked counts a fault of w, and reports whether it rests now.
@@ -259,6 +259,7 @@ func (r *Route) faultLocked(w *way, err error, now time.Time) bool {
 func (r *Route) restLocked(w *way, err error, now time.Time) {
 	early := w.refused != "" && w.retryAt.After(now)
 	w.failures = 0
+	w.broken = !errors.Is(err, ErrUnavailable)
 	w.refused = cmp.Or(err.Error(), "no reason given")
 	if len(w.refused) > maxReason {
 		w.refused = strings.ToValidUTF8(w.refused[:maxReason], "") + "..."
@@ -394,7 +395,7 @@ func (r *Route) openBy(w *way) error {
 		case errors.Is(err, ErrUnavailable), w.refused != "":
 			w.faults++
 			r.restLocked(w, err, time.Now())
-		case !r.innocent(err):
+		case !isAny(err, ErrIdentity, ErrClosed) && !r.o.Exempt(err):
 			r.faultLocked(w, err, time.Now())
 		}
 		return err
@@ -405,7 +406,7 @@ func (r *Route) openBy(w *way) error {
 	if r.closed {
 		idle, err = r.retireLocked(o), errRoute
 	} else {
-		w.refused, w.failures = "", 0
+		w.refused, w.broken = "", false // failures stay until a read has held
 		if r.current != nil {
 			idle = r.retireLocked(r.current)
 		}
@@ -484,6 +485,7 @@ type RouteState struct {
 	Name    string
 	InUse   bool
 	Reason  string        // why it is refused, else ""
+	Broken  bool          // if refused: it should work and does not; else it cannot reach the peer
 	RetryIn time.Duration // until it is tried again, 0 if it is due, not refused, or never is
 }
 
@@ -494,7 +496,7 @@ func (r *Route) State() []RouteState {
 	now := time.Now()
 	var states []RouteState
 	for _, w := range r.ways {
-		s := RouteState{Name: w.Name(), InUse: r.current != nil && r.current.way == w, Reason: w.refused}
+		s := RouteState{Name: w.Name(), InUse: r.current != nil && r.current.way == w, Reason: w.refused, Broken: w.broken}
 		if w.refused != "" && !w.absent {
 			s.RetryIn = max(w.retryAt.Sub(now), 0)
 		}

@@ -332,7 +332,9 @@ func TestRouteCountsFailuresInARow(t *testing.T) {
 			if _, _, err := r.Link(t.Context()); !errors.Is(err, errWedged) {
 				t.Fatalf("Link = %v, want that it is broken", err)
 			}
-			r.Ended(take(t, r, "shm"), transfer.ErrClosed)
+			link := take(t, r, "shm")
+			r.Ended(link, nil)
+			r.Ended(link, transfer.ErrIdentity) // drops it
 		}
 		if _, _, err := r.Link(t.Context()); !errors.Is(err, errWedged) {
 			t.Fatalf("Link = %v, want that it is broken", err)
@@ -355,6 +357,30 @@ func TestRouteCountsFailuresInARow(t *testing.T) {
 		if !slices.Equal(shm.closings(), []int{1}) {
 			t.Errorf("links of what rests were closed %v times, want once", shm.closings())
 		}
+	})
+	t.Run("of reads, each of which ends its link", func(t *testing.T) {
+		shm, tcp := &fake{name: "shm"}, &fake{name: "tcp"}
+		r := route(t, transfer.RouteOptions{}, shm, tcp)
+		first, beside := take(t, r, "shm"), take(t, r, "shm")
+		r.Ended(first, transfer.ErrClosed)
+		r.Ended(beside, transfer.ErrClosed)
+		r.Ended(take(t, r, "shm"), nil)
+		wantClosings(t, shm, 1, 0)
+		r.Ended(take(t, r, "shm"), transfer.ErrClosed)
+		wantState(t, r, "shm", "tcp")
+		r.Ended(take(t, r, "shm"), transfer.ErrClosed)
+		take(t, r, "tcp")
+		wantState(t, r, "shm: closed", "tcp in use")
+		wantClosings(t, shm, 1, 1, 1)
+	})
+	t.Run("of Open and a read", func(t *testing.T) {
+		shm, tcp := &fake{name: "shm", open: fails(errWedged)}, &fake{name: "tcp"}
+		r := route(t, transfer.RouteOptions{}, shm, tcp)
+		if _, _, err := r.Link(t.Context()); !errors.Is(err, errWedged) {
+			t.Fatalf("Link = %v, want that it is broken", err)
+		}
+		r.Ended(take(t, r, "shm"), errWedged)
+		take(t, r, "tcp")
 	})
 	t.Run("of reads at once, which count as one", func(t *testing.T) {
 		shm, tcp := &fake{name: "shm"}, &fake{name: "tcp"}
@@ -387,7 +413,7 @@ func TestRouteKnowsWhoseFaultAnErrorIs(t *testing.T) {
 		"too late":    {context.DeadlineExceeded, "shm", 1},
 		"exempt":      {fmt.Errorf("shake hands: %w", refused), "shm", 1},
 		"identity":    {transfer.ErrIdentity, "shm", 4},
-		"closed":      {transfer.ErrClosed, "shm", 4},
+		"closed":      {transfer.ErrClosed, "tcp", 2},
 		"stalled":     {transfer.ErrStalled, "tcp", 1},
 		"anything":    {errWedged, "tcp", 1},
 		"unavailable": {errNoDevice, "tcp", 1},
@@ -424,6 +450,49 @@ func TestRouteKnowsWhoseFaultAnErrorIs(t *testing.T) {
 			}
 		})
 	}
+	for name, err := range map[string]error{"a peer that lies of its memory": transfer.ErrRange, "a peer that is slow": context.DeadlineExceeded} {
+		t.Run("Open of "+name, func(t *testing.T) {
+			shm, tcp := &fake{name: "shm", open: always(err)}, &fake{name: "tcp"}
+			r := route(t, transfer.RouteOptions{Exempt: exempt}, shm, tcp)
+			if _, _, got := r.Link(t.Context()); !errors.Is(got, err) {
+				t.Errorf("Link = %v, want %v", got, err)
+			}
+			take(t, r, "tcp")
+		})
+	}
+}
+
+// Who looks tells a transport that cannot reach the peer from one that should.
+func TestRouteTellsWhatIsBroken(t *testing.T) {
+	cannot, broken, tcp := &fake{name: "rdma", open: always(errNoDevice)}, &fake{name: "shm", open: fails(errWedged, errWedged, errNoDevice)}, &fake{name: "tcp"}
+	synctest.Test(t, func(t *testing.T) {
+		r := transfer.NewRoute([]transfer.Transport{&fake{name: "cudaipc"}, cannot, broken, tcp}, routePeer, map[string][]byte{"rdma": nil, "shm": nil, "tcp": nil}, transfer.RouteOptions{})
+		defer closeRoute(t, r, cannot, broken, tcp)
+		said := func() (names []string) {
+			for _, s := range r.State() {
+				if s.Broken {
+					names = append(names, s.Name)
+				}
+			}
+			return names
+		}
+		_, _, _ = r.Link(t.Context())
+		take(t, r, "tcp")
+		if got := said(); !slices.Equal(got, []string{"shm"}) {
+			t.Errorf("%v are broken, want shm", got)
+		}
+		time.Sleep(5 * time.Second)
+		r.Probe(t.Context()) // now it says that it cannot
+		if got := said(); len(got) > 0 {
+			t.Errorf("%v are broken, want none", got)
+		}
+		time.Sleep(10 * time.Second)
+		r.Probe(t.Context())
+		take(t, r, "shm")
+		if got := said(); len(got) > 0 {
+			t.Errorf("%v are broken, want none", got)
+		}
+	})
 }
 
 func TestRouteBoundsAReason(t *testing.T) {

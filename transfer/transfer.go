@@ -35,7 +35,8 @@ var (
 	ErrIdentity = errors.New("peer is another life")
 	// ErrRange: a copy or a seal lies outside of its region.
 	ErrRange = errors.New("outside of the region")
-	// ErrClosed: the link or the transport was closed.
+	// ErrClosed: the link or the transport was closed, or the link's connection
+	// has ended, and it never reads again.
 	ErrClosed = errors.New("closed")
 )
 

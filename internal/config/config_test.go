@@ -352,7 +352,7 @@ func TestEveryKeyIsReachable(t *testing.T) {
 		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
 		"arena.heads": "2", "arena.kv_heads": "8", "arena.qo_heads": "32",
 		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
-		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3",
+		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3", "transfer.rendezvous": "/x",
 		"transfer.limits.rate": "1MB", "transfer.limits.bytes": "9MiB", "transfer.limits.slice": "2MiB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
 		"cluster.keyring": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
 		"timers.lease_renew": "2s", "timers.backoff_min": "1s", "transfer.limits.dial": "1m1s", "transfer.limits.base": "1m1s",

@@ -325,8 +325,11 @@ func (v *validation) orDefault(key string, n, most int) {
 // rendezvous is where all nodes of this user have their sockets, unless it is said.
 func (v *validation) rendezvous() {
 	t := &v.config.Transfer
-	if t.Rendezvous == "" {
+	switch {
+	case t.Rendezvous == "":
 		t.Rendezvous = filepath.Dir(v.config.Node.Socket)
+	case !filepath.IsAbs(t.Rendezvous):
+		v.wrong("transfer.rendezvous", "%.80q is relative, and nodes that start elsewhere would not meet there; want a path that begins with /", t.Rendezvous)
 	}
 	if len(t.Rendezvous) > maxPath || strings.ContainsRune(t.Rendezvous, 0) {
 		v.wrong("transfer.rendezvous", "%.80q is no path of a directory; want one of at most %d bytes", t.Rendezvous, maxPath)

@@ -187,6 +187,9 @@ func (n *Node) tooLate(cause error, q query, seen sight) error {
 	what := "more of it to be published"
 	if seen.readiness == manager.Reading {
 		what = "its pages to land"
+		if run := seen.follow.reading(); run != nil {
+			what += " (" + seen.follow.at(run) + ")"
+		}
 	} else if seen.missing != nil {
 		what = fmt.Sprintf("the other nodes of its group (%v)", seen.missing)
 	} else if seen.lacks != "" {

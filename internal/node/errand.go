@@ -128,7 +128,7 @@ func giveBack(ctx context.Context, errands []*errand) {
 			if err != nil && ctx.Err() != nil {
 				err = ctx.Err() // it was cut off
 			}
-			e.peer.ended(e.link, e.by, err)
+			e.peer.ended(e.link, err)
 		}
 	}
 }
@@ -144,13 +144,14 @@ func (e *errand) read(ctx, begin context.Context) error {
 		if begin.Err() != nil { // its turn came too late
 			return context.Cause(begin)
 		}
-		e.follow.state(e.run, "reading")
+		e.follow.reads(e.run, e.peer, e.by)
 		if e.link == nil {
 			transport, link, err := e.peer.reader(ctx)
 			if err != nil {
 				return e.peer.unreachable(err)
 			}
 			e.link, e.by = link, transport.Name()
+			e.follow.reads(e.run, e.peer, e.by)
 		}
 		if e.err = e.link.Read(ctx, e.seals, e.slice); e.err != nil {
 			return e.err

@@ -572,3 +572,33 @@ func TestSessionIsLost(t *testing.T) {
 func (e *engine) hangUp() {
 	e.client.Close()
 }
+
+// TestAcknowledgementOfAGoneOwnerIsCounted: what nobody is there to hear is dropped,
+// and shows.
+func TestAcknowledgementOfAGoneOwnerIsCounted(t *testing.T) {
+	prefill := startNode(t, "prefill", nil)
+	decode := startNode(t, "decode", prefill)
+	awaitPeers(t, prefill, decode)
+	p, d := openEngine(t, prefill), openEngine(t, decode)
+	p.ingest("r1")
+	d.ingest("r1")
+	p.write("r1", 8)
+	p.publish("r1", false, to("decode"))
+	if res, err := d.retrieve("r1", "", 8, deadline); err != nil || res.GetReadiness() != kvferrypb.Readiness_READY {
+		t.Fatalf("%v, %v", res, err)
+	}
+	const dropped = `kvferry_acks_sent_total{result="dropped"}`
+	before := metric(t, decode, dropped)
+	prefill.closeWithin(0)
+	await(t, "the owner to be no peer any more", func(context.Context) error {
+		res, err := decode.admin.Peers(t.Context(), &kvferrypb.PeersRequest{})
+		if err == nil && len(res.GetItems()) > 0 {
+			err = fmt.Errorf("%v", res.GetItems())
+		}
+		return err
+	})
+	d.remove("r1")
+	if got := metric(t, decode, dropped); got != before+1 {
+		t.Errorf("%v acknowledgements were dropped, want one", got-before)
+	}
+}

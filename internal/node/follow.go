@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -347,8 +348,12 @@ func (f *follow) acknowledge(outcome kvferrypb.CompleteItem_Outcome) {
 
 // tell queues a word on our lease for the owner.
 func (f *follow) tell(outcome kvferrypb.CompleteItem_Outcome) {
-	if p := f.node.peers.byLife(f.source.Owner); p != nil {
+	p := f.node.peers.byLife(f.source.Owner)
+	switch {
+	case p != nil:
 		p.tell(receipt{sequence: f.source.Sequence, attempt: f.attempt, outcome: outcome, follow: f})
+	case outcome != kvferrypb.CompleteItem_OUTCOME_UNSPECIFIED: // it has gone, or seems to have
+		f.node.metrics.acks.WithLabelValues("dropped").Inc()
 	}
 }
 
@@ -498,6 +503,41 @@ func (f *follow) state(run *reading, s string) {
 	run.state = s
 }
 
+// backOff notes that another attempt comes after a failed one.
+func (f *follow) backOff(run *reading, failed error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	run.state, run.failed = "backoff", failed
+}
+
+// reads notes whom a read is at: by which transport, "" while no link is open.
+func (f *follow) reads(run *reading, from *peer, by string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	run.state, run.from, run.by = "reading", from, by
+}
+
+// at says what a read is at, to who has waited for it in vain.
+func (f *follow) at(run *reading) string {
+	f.mu.Lock()
+	text, from, by, failed := run.state, run.from, run.by, run.failed
+	f.mu.Unlock()
+	switch {
+	case text != "reading" || from == nil:
+	case by != "":
+		text = fmt.Sprintf("reading from %s by %s", from.life, by)
+	default:
+		text = fmt.Sprintf("reading from %s, no link is open", from.life)
+		if next := from.next(); next != "" {
+			text += " by " + next
+		}
+	}
+	if failed != nil {
+		text += "; the attempt before failed: " + failed.Error()
+	}
+	return text
+}
+
 func (f *follow) allLanded() *manager.Source {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -508,7 +548,11 @@ func (f *follow) allLanded() *manager.Source {
 func (n *Node) failed(f *follow, err error) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return &retrieveError{request: f.request, source: blamed(err, f.source), transport: f.transport, done: f.bytes, err: err}
+	by := f.transport
+	if f.running != nil {
+		by = cmp.Or(f.running.by, by)
+	}
+	return &retrieveError{request: f.request, source: blamed(err, f.source), transport: by, done: f.bytes, err: err}
 }
 
 // renew asks owners to keep what is followed here.

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
@@ -18,12 +19,18 @@ func namedPart(node id.Node, seq id.Sequence) part {
 	return part{source: &manager.Source{Name: name}, seal: 7}
 }
 
+// follower is a node without peers.
+func follower() *Node {
+	n := &Node{follows: newFollows(), config: &config.Config{}}
+	n.peers, n.metrics = newPeers(n), newMetrics(n)
+	return n
+}
+
 // TestBeside: what is followed beside a follow is what it was told last: with one
 // lease at each owner, which is kept where the owner's publication goes on, and
 // nothing of what is followed no more is left.
 func TestBeside(t *testing.T) {
-	n := &Node{follows: newFollows()}
-	n.peers = newPeers(n)
+	n := follower()
 	fs := n.follows
 	a, b, c := namedPart("a", 1), namedPart("b", 1), namedPart("c", 1)
 	f, _, _, err := n.accept(t.Context(), nil, "r1", a.source.Name, 1)
@@ -86,8 +93,7 @@ func TestBeside(t *testing.T) {
 // TestBesideAtOnce: whoever comes and goes at the same time, in the end nothing
 // is left.
 func TestBesideAtOnce(t *testing.T) {
-	n := &Node{follows: newFollows()}
-	n.peers = newPeers(n)
+	n := follower()
 	for range 200 {
 		f, _, _, err := n.accept(t.Context(), nil, "r1", namedPart("a", 1).source.Name, 1)
 		if err != nil {

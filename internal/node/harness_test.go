@@ -94,7 +94,12 @@ func configure(t testing.TB, name string, seed *member, set ...[2]string) *confi
 // startWith starts a node with wrap in front of its transports.
 func startWith(t testing.TB, c *config.Config, wrap func(transfer.Transport) transfer.Transport) *member {
 	t.Helper()
-	n, err := node.Start(t.Context(), node.Options{Config: c, Logger: logger(t)}.Wrapped(wrap))
+	return startLogging(t, c, logger(t), wrap)
+}
+
+func startLogging(t testing.TB, c *config.Config, log *slog.Logger, wrap func(transfer.Transport) transfer.Transport) *member {
+	t.Helper()
+	n, err := node.Start(t.Context(), node.Options{Config: c, Logger: log}.Wrapped(wrap))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -700,7 +700,11 @@ func TestRemovedOnTheHost(t *testing.T) {
 			p.write("r1", 7*8) // and no room
 			return nil
 		}, after: func(p *engine) {
-			p.reload("r1") // it has made room
+			// It has made room, which it gets back when the reader's word has come.
+			await(p.t, "what was read to be let go", func(context.Context) error {
+				_, err := p.Reload(p.ctx(), &kvferrypb.ReloadRequest{Request: "r1"})
+				return err
+			})
 			if got := p.verify("r1", "main"); got != 56 {
 				p.t.Errorf("%d tokens of the next life", got)
 			}

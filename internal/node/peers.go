@@ -85,7 +85,6 @@ type peer struct {
 	hello   hello           // valid once greeted is closed, and so is route
 	route   *transfer.Route // how its pages are read
 	by      string          // the transport that was chosen last; "": none yet
-	broken  string          // the transport of the last read that failed
 	lastErr error
 	suspect bool // fenced here, until a probe succeeds
 }

@@ -27,6 +27,9 @@ type reading struct {
 
 	// The follow's mutex guards these.
 	state  string
+	from   *peer  // that is read, the latest
+	by     string // the transport, "" while no link to it is open
+	failed error  // the attempt before
 	urgent bool
 	places map[*transfer.Place]struct{} // in the queue of reads
 }
@@ -119,7 +122,7 @@ func (n *Node) pull(ctx context.Context, f *follow, run *reading, parts []part, 
 			return bytes, by, err
 		}
 		n.log.Warn("read failed, trying again", "request", string(r.Request), "node", blamed(err, r.Source).Owner.String(), "attempt", attempt, "err", err)
-		f.state(run, "backoff")
+		f.backOff(run, err)
 		if !sleep(ctx, wait/2+rand.N(wait/2+1)) { // jitter
 			return bytes, by, context.Cause(ctx)
 		}

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -17,7 +18,7 @@ import (
 // Why another transport is used than before, as a metric says it.
 const (
 	whyUnavailable = "unavailable" // the one before cannot reach the peer
-	whyFailed      = "failed"      // reads by the one before have failed
+	whyFailed      = "failed"      // the one before is broken
 	whyRecovered   = "recovered"   // a better one can be used again
 )
 
@@ -63,15 +64,8 @@ func (p *peer) reader(ctx context.Context) (transfer.Transport, transfer.Link, e
 }
 
 // ended gives a link back, and tells the route how its reads ended.
-func (p *peer) ended(link transfer.Link, by string, err error) {
+func (p *peer) ended(link transfer.Link, err error) {
 	p.route.Ended(link, err)
-	p.mu.Lock()
-	if err != nil {
-		p.broken = by
-	} else if p.broken == by {
-		p.broken = ""
-	}
-	p.mu.Unlock()
 	if err != nil {
 		p.reroute()
 	}
@@ -120,31 +114,52 @@ func (p *peer) notice() {
 		p.mu.Unlock()
 		return
 	}
-	was, by, better, why := p.by, states[at].Name, states[:at], whyUnavailable
-	if was == p.broken {
-		why = whyFailed
-	}
-	p.by, p.broken = by, ""
+	was, by, better := p.by, states[at].Name, states[:at]
+	p.by = by
 	p.mu.Unlock()
 	p.reroute()
 	count := func(from, why string) { p.node.metrics.fallbacks.WithLabelValues(from, by, why).Inc() }
+	worse := func(from transfer.RouteState) {
+		if from.Broken {
+			count(from.Name, whyFailed)
+		} else {
+			count(from.Name, whyUnavailable)
+		}
+	}
 	log := p.node.log.With("node", p.life.String(), "transport", by)
 	if was == "" {
 		for _, s := range better {
-			count(s.Name, whyUnavailable)
-			log.Debug("better transport is refused", "refused", s.Name, "err", s.Reason)
+			worse(s)
+			level := slog.LevelDebug // that nodes of two hosts share no memory is as it should be
+			if s.Broken {
+				level = slog.LevelWarn
+			}
+			log.Log(p.ctx, level, "better transport is not used", "refused", s.Name, "err", s.Reason)
 		}
 		return
 	}
 	for _, s := range better {
 		if s.Name == was {
-			count(was, why)
+			worse(s)
 			log.Warn("better transport is not used any more", "before", was, "err", s.Reason)
 			return
 		}
 	}
 	count(was, whyRecovered)
 	log.Info("better transport is used again", "before", was)
+}
+
+// next is the transport by which a link is opened next, "" if that is not known.
+func (p *peer) next() string {
+	if !p.isKnown() {
+		return ""
+	}
+	for _, s := range p.route.State() {
+		if s.Reason == "" {
+			return s.Name
+		}
+	}
+	return ""
 }
 
 // transports are the transport that the peer is read by, "" if no link to it is

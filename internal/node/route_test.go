@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -293,6 +295,154 @@ func TestSecondFailureTakesTheNextTransport(t *testing.T) {
 				}
 				return nil
 			})
+		})
+	}
+}
+
+// opening is a transport that opens links as open says.
+type opening struct {
+	transfer.Transport
+	open func(context.Context, transfer.Peer) (transfer.Link, error)
+}
+
+func (o opening) Open(ctx context.Context, p transfer.Peer) (transfer.Link, error) {
+	return o.open(ctx, p)
+}
+
+// TestBrokenBeforeTheFirstReadIsTold: that a better transport should work and does
+// not is a warning, also if no read of that life ever came by it; that it cannot is
+// none.
+func TestBrokenBeforeTheFirstReadIsTold(t *testing.T) {
+	for name, tt := range map[string]struct {
+		err    error
+		reason string
+		level  string
+	}{
+		"broken": {errors.New("the owner's memory is not sealed"), "failed", "WARN"},
+		"cannot": {fmt.Errorf("another host: %w", transfer.ErrUnavailable), "unavailable", "DEBUG"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var log lines
+			prefill := startNode(t, "prefill", nil)
+			c := configure(t, "decode", prefill, [2]string{"timers.backoff_min", "1ms"})
+			decode := startLogging(t, c, slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})), only(shm.Name, func(inner transfer.Transport) transfer.Transport {
+				return opening{inner, func(context.Context, transfer.Peer) (transfer.Link, error) { return nil, tt.err }}
+			}))
+			awaitPeers(t, prefill, decode)
+			if by := over(t, "r1", openEngine(t, prefill), openEngine(t, decode)); by != tcp.Name {
+				t.Errorf("it came by %s", by)
+			}
+			for _, reason := range []string{"failed", "unavailable"} {
+				if got := fallbacks(t, decode, shm.Name, tcp.Name, reason); (got == 1) != (reason == tt.reason) {
+					t.Errorf("%v fallbacks are %s", got, reason)
+				}
+			}
+			if got := log.of("better transport is not used"); len(got) != 1 || !strings.Contains(got[0], "level="+tt.level) || !strings.Contains(got[0], tt.err.Error()) {
+				t.Errorf("the log says %q", got)
+			}
+		})
+	}
+}
+
+// lines is a log in memory.
+type lines struct {
+	mu    sync.Mutex
+	lines []string
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lines = append(l.lines, string(b))
+	return len(b), nil
+}
+
+// of are the lines that say what.
+func (l *lines) of(what string) (found []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, line := range l.lines {
+		if strings.Contains(line, what) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// TestDeadLinkCostsOneAttempt: a link that has ended is opened again by the same
+// transport, while that works.
+func TestDeadLinkCostsOneAttempt(t *testing.T) {
+	links := make(chan transfer.Link, 9)
+	prefill, decode := startGated(t, only(shm.Name, func(inner transfer.Transport) transfer.Transport {
+		return opening{inner, func(ctx context.Context, p transfer.Peer) (transfer.Link, error) {
+			link, err := inner.Open(ctx, p)
+			if err == nil {
+				links <- link
+			}
+			return link, err
+		}}
+	}), [2]string{"timers.backoff_min", "1ms"})
+	p, d := openEngine(t, prefill), openEngine(t, decode)
+	for _, r := range []string{"r1", "r2", "r3"} {
+		if by := over(t, r, p, d); by != shm.Name {
+			t.Errorf("%s came by %s", r, by)
+		}
+		if err := (<-links).Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if v := metric(t, prefill, `kvferry_served_links_total{transport="shm"}`); v != 3 {
+		t.Errorf("%v links were opened, want one for each that ended", v)
+	}
+}
+
+// TestTooLateSaysWhatItReads: whoever has waited in vain for a read hears what that
+// is at, by what, and why it has failed before.
+func TestTooLateSaysWhatItReads(t *testing.T) {
+	mute := func(inner transfer.Transport) transfer.Transport {
+		return opening{inner, func(ctx context.Context, _ transfer.Peer) (transfer.Link, error) {
+			<-ctx.Done()
+			return nil, context.Cause(ctx)
+		}}
+	}
+	for name, tt := range map[string]struct {
+		wrap    func(transfer.Transport) transfer.Transport
+		backOff string
+		says    []string
+		by      string
+	}{
+		"opening a link": {mute, "1ms", []string{"reading from prefill.", "no link is open by shm"}, ""},
+		"reading": {
+			faulty(func(int) transfertest.Fault { return transfertest.Fault{Lose: true} }), "1ms",
+			[]string{"reading from prefill.", " by shm"},
+			shm.Name,
+		},
+		"after a failure": {
+			faulty(func(int) transfertest.Fault { return transfertest.Fault{Err: errors.New("a module was pulled")} }), "1h",
+			[]string{"(backoff; the attempt before failed", "a module was pulled"},
+			shm.Name,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			prefill, decode := startGated(t, only(shm.Name, tt.wrap), [2]string{"timers.backoff_min", tt.backOff}, [2]string{"timers.backoff_max", "2h"})
+			p, d := openEngine(t, prefill), openEngine(t, decode)
+			p.ingest("r1")
+			d.ingest("r1")
+			p.write("r1", 20)
+			p.publish("r1", true, to("decode"))
+			_, err := d.retrieve("r1", "", 0, 100*time.Millisecond)
+			f := failureOf(t, err)
+			if f.GetCode() != kvferrypb.Failure_DEADLINE || f.GetTransport() != tt.by {
+				t.Errorf("%v, want DEADLINE by %s", f, tt.by)
+			}
+			for _, text := range tt.says {
+				if !strings.Contains(f.GetMessage(), text) {
+					t.Errorf("%q does not say %q", f.GetMessage(), text)
+				}
+			}
+			d.remove("r1")
 		})
 	}
 }

@@ -17,10 +17,12 @@ import (
 )
 
 var (
-	errDial  = fmt.Errorf("no answer within the dial time: %w", transfer.ErrStalled)
 	errTotal = fmt.Errorf("the read took longer than its total time: %w", transfer.ErrStalled)
-	errGone  = errors.New("the peer has hung up: its transport was closed, or its process has ended")
+	errGone  = fmt.Errorf("the peer has hung up, since its transport was closed or its process has ended: link %w", transfer.ErrClosed)
 )
+
+// maxHandshake bounds the handshake beside the dial time: it crosses no network.
+const maxHandshake = 2 * time.Second
 
 // link is the memory of one life of one peer, mapped, and the connection that
 // says that it lives.
@@ -97,7 +99,7 @@ func (l *link) watch() {
 	var one [1]byte
 	switch n, err := l.conn.Read(one[:]); {
 	case n > 0:
-		l.end(fmt.Errorf("the peer has sent something behind its files: %w", errGarbage))
+		l.end(fmt.Errorf("the peer has sent something behind its files: %w: link %w", errGarbage, transfer.ErrClosed))
 	case errors.Is(err, io.EOF):
 		l.end(errGone)
 	default: // Close has ended the wait, or the connection has broken
@@ -148,7 +150,8 @@ func (l *link) connect(ctx context.Context, socket string) error {
 	if ctx.Err() != nil {
 		return cause(ctx)
 	}
-	dialling, cancel := context.WithTimeoutCause(ctx, l.t.limits.Dial, errDial)
+	bound := min(l.t.limits.Dial, maxHandshake)
+	dialling, cancel := context.WithTimeoutCause(ctx, bound, fmt.Errorf("the peer does not answer within %v: %w", bound, transfer.ErrStalled))
 	defer cancel()
 	conn, err := l.t.dir.dial(dialling, socket)
 	if err != nil {
@@ -272,7 +275,7 @@ func (l *link) attach(ctx context.Context, w welcome, files received) error {
 			return cause(ctx)
 		}
 		if have := w.arenas[rank]; have < want {
-			return fmt.Errorf("rank %d has %d bytes there, the peer said %d: %w", int(rank), have, want, transfer.ErrRange)
+			return fmt.Errorf("rank %d has %d bytes there, the peer said %d before: %w", int(rank), have, want, errGarbage)
 		}
 		region, err := memory.Map(files.take(int(rank)), want, false)
 		if err != nil {

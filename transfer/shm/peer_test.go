@@ -30,7 +30,8 @@ func script(t testing.TB, dir string, play func(c *net.UnixConn)) transfer.Peer 
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, name, err := d.listen()
+	name := newName()
+	l, err := d.listen(name)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -144,8 +145,8 @@ func TestHostileOwner(t *testing.T) {
 			_, _ = c.Write(greeting.encode())
 			_ = memory.SendFile(c, fileFrame(0), arena)
 		}, errGarbage, ""},
-		"less than it said":      {func(c *net.UnixConn) { lie(c, map[id.Rank]int64{0: 4096}, seals, arena) }, transfer.ErrRange, "said 65536"},
-		"without the rank":       {func(c *net.UnixConn) { lie(c, nil, seals) }, transfer.ErrRange, ""},
+		"less than it said":      {func(c *net.UnixConn) { lie(c, map[id.Rank]int64{0: 4096}, seals, arena) }, errGarbage, "said 65536"},
+		"without the rank":       {func(c *net.UnixConn) { lie(c, nil, seals) }, errGarbage, ""},
 		"table not sealed":       {give(file(t, table, 0), arena), nil, "sealed against shrinking"},
 		"arena not sealed":       {give(seals, file(t, 64<<10, unix.F_SEAL_GROW)), nil, "sealed against shrinking"},
 		"table too short":        {give(file(t, table-1, shrink), arena), nil, "want"},
@@ -182,8 +183,29 @@ func TestHostileOwner(t *testing.T) {
 		eventually(t, "the link of an owner that talks is open", func() bool { return reader.t.Stats().Links == 0 })
 		err = l.Read(short(t), []transfer.Seal{{Value: 1}}, nil)
 	}
-	if !errors.Is(err, errGarbage) {
-		t.Errorf("an owner that talks: %v", err)
+	if !errors.Is(err, errGarbage) || !errors.Is(err, transfer.ErrClosed) {
+		t.Errorf("an owner that talks: %v, want that it has and that the link is closed", err)
+	}
+}
+
+// A link whose connection has ended says that it is closed, since it never reads
+// again, and another one can be opened.
+func TestLinkEndsWithItsConnection(t *testing.T) {
+	owner, reader := newPair(t, 4096, Options{})
+	seal := owner.hold(1, 1)
+	l := open(t, reader, owner.peer())
+	owner.t.server.mu.Lock()
+	for c := range owner.t.server.conns {
+		_ = c.CloseWrite()
+	}
+	owner.t.server.mu.Unlock()
+	eventually(t, "the link stands", func() bool { return reader.t.Stats().Links == 0 })
+	err := l.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 10}})
+	if !errors.Is(err, transfer.ErrClosed) || !strings.Contains(err.Error(), "the peer has hung up") {
+		t.Errorf("Read: %v, want ErrClosed and why", err)
+	}
+	if err := open(t, reader, owner.peer()).Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 10}}); err != nil {
+		t.Errorf("Read on another link: %v", err)
 	}
 }
 
@@ -229,6 +251,11 @@ func TestMuteOwner(t *testing.T) {
 	}
 	patient := newNode(t, readerLife, 4096)
 	patient.listen(t, Options{Dir: dir, Limits: transfer.Limits{Dial: time.Hour}})
+	started = time.Now()
+	_, err = patient.t.Open(short(t), peer)
+	if took := time.Since(started); !errors.Is(err, transfer.ErrStalled) || !strings.Contains(err.Error(), "within 2s") || took < maxHandshake {
+		t.Errorf("Open with a long dial time: %v after %v, want ErrStalled after %v", err, took, maxHandshake)
+	}
 	done := make(chan error, 1)
 	go func() { _, err := patient.t.Open(short(t), peer); done <- err }()
 	eventually(t, "no link is being opened", func() bool { return patient.t.Stats().Links == 1 })

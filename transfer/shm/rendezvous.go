@@ -35,7 +35,7 @@ func isSocketName(name, prefix string) bool {
 
 // directory is the rendezvous directory. It is used by its descriptor, so that
 // a long path does not matter to a unix socket, whose address has 108 bytes, and
-// what was checked is what is used.
+// what was checked is what is used. Safe for concurrent use but for close.
 type directory struct {
 	path string
 	file *os.File
@@ -45,11 +45,11 @@ type directory struct {
 // which others than our user could put something is refused.
 func openDirectory(path string) (*directory, error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
-		return nil, fmt.Errorf("make the rendezvous directory; set transfer.rendezvous to one that this user may make: %w: %w", transfer.ErrUnavailable, err)
+		return nil, fmt.Errorf("make the rendezvous directory; set transfer.rendezvous to a directory of this user, or to where this user may make one: %w: %w", transfer.ErrUnavailable, err)
 	}
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
-		return nil, fmt.Errorf("open the rendezvous directory: %w: %w", transfer.ErrUnavailable, err)
+		return nil, fmt.Errorf("open the rendezvous directory; set transfer.rendezvous to a directory that this user may read: %w: %w", transfer.ErrUnavailable, err)
 	}
 	d := &directory{path: path, file: f}
 	if err := d.check(); err != nil {
@@ -92,21 +92,46 @@ func (d *directory) close() error {
 	return nil
 }
 
-// listen binds a socket of a new random name. The socket gets that name only
-// when it is served: so one that has it and is not served is a leftover.
-func (d *directory) listen() (*net.UnixListener, string, error) {
-	text := rand.Text()[:randomNameBytes]
-	bound, served := boundPrefix+text, servedPrefix+text
+// reopen looks for the directory by its path again. The descriptor keeps its
+// number: who uses it meanwhile uses what was there, or what is there now.
+func (d *directory) reopen() error {
+	now, err := openDirectory(d.path)
+	if err != nil {
+		return err
+	}
+	err = unix.Dup3(int(now.file.Fd()), int(d.file.Fd()), unix.O_CLOEXEC)
+	return errors.Join(err, now.close())
+}
+
+// newName draws the name of a socket that is served.
+func newName() string { return servedPrefix + rand.Text()[:randomNameBytes] }
+
+// listen binds a socket. It gets its name only when it is served: so one that has
+// such a name and is not served is a leftover.
+func (d *directory) listen(name string) (*net.UnixListener, error) {
+	bound := boundPrefix + strings.TrimPrefix(name, servedPrefix)
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: d.at(bound), Net: "unix"})
 	if err != nil {
-		return nil, "", fmt.Errorf("bind a socket in the rendezvous directory %s: %w: %w", d.path, transfer.ErrUnavailable, err)
+		return nil, fmt.Errorf("bind a socket in the rendezvous directory %s; set transfer.rendezvous to a directory in which this user may make sockets: %w: %w", d.path, transfer.ErrUnavailable, err)
 	}
 	l.SetUnlinkOnClose(false) // it would look for the first name
 	fd := int(d.file.Fd())
-	if err := unix.Renameat(fd, bound, fd, served); err != nil {
-		return nil, "", errors.Join(fmt.Errorf("name the socket in the rendezvous directory %s: %w", d.path, err), l.Close(), d.remove(bound))
+	if err := unix.Renameat(fd, bound, fd, name); err != nil {
+		return nil, errors.Join(fmt.Errorf("name the socket in the rendezvous directory %s: %w", d.path, err), l.Close(), d.remove(bound))
 	}
-	return l, served, nil
+	return l, nil
+}
+
+// inode is one file, whatever its name.
+type inode struct{ device, number uint64 }
+
+// found is what stands under a name where the path of the directory leads now.
+func (d *directory) found(name string) (inode, error) {
+	var s unix.Stat_t
+	if err := unix.Lstat(d.address(name), &s); err != nil {
+		return inode{}, err
+	}
+	return inode{s.Dev, s.Ino}, nil
 }
 
 // remove deletes a file of the directory.

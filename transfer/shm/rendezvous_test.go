@@ -1,6 +1,7 @@
 package shm
 
 import (
+	"context"
 	"errors"
 	"log/slog"
 	"net"
@@ -33,12 +34,16 @@ func TestListenRefusesADirectory(t *testing.T) {
 		"writable by all":       {shared, "chmod"},
 		"writable by the group": {group, "chmod"},
 		"a file":                {file, "not a directory"},
+		"a file, what to do":    {file, "set transfer.rendezvous"},
 		"below a file":          {filepath.Join(file, "below"), "transfer.rendezvous"},
 	}
 	if err := os.Chown(foreign, 4242, 4242); err == nil {
 		tests["another user's"] = struct{ path, says string }{foreign, "4242"}
 	} else {
 		t.Logf("a directory of another user is not tested: %v", err)
+	}
+	if os.Getuid() == 0 {
+		tests["where no socket can be"] = struct{ path, says string }{"/proc/1", "set transfer.rendezvous"}
 	}
 	n := newNode(t, ownerLife, 4096)
 	for name, tt := range tests {
@@ -77,6 +82,116 @@ func TestListenMakesTheDirectory(t *testing.T) {
 	if got := sockets(t, dir); !slices.Equal(got, []string{reader.t.server.socket}) {
 		t.Errorf("after Close of one of two: %v", got)
 	}
+}
+
+// Whoever removes a socket, its directory, or puts something in their place cuts
+// nobody off for good: links stand, and new ones open within some looks.
+func TestRemovedSocketComesBack(t *testing.T) {
+	dir := filepath.Join(rendezvous(t), "of", "peers")
+	owner, reader := newPair(t, 4096, Options{Dir: dir, lookEvery: 2 * time.Millisecond})
+	seal := owner.hold(1, 1)
+	first := open(t, reader, owner.peer())
+	files := openFiles(t)
+	path := owner.t.dir.address(owner.t.server.socket)
+	read := func(l transfer.Link) error {
+		return l.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 4096}})
+	}
+	for name, harm := range map[string]func() error{
+		"the socket":              func() error { return os.Remove(path) },
+		"the directory":           func() error { return os.RemoveAll(dir) },
+		"the directory and above": func() error { return os.RemoveAll(filepath.Dir(dir)) },
+		"the directory is moved":  func() error { return os.Rename(dir, dir+".old") },
+		"a file in its place": func() error {
+			return errors.Join(os.WriteFile(path+".new", nil, 0o600), os.Rename(path+".new", path))
+		},
+		"a mute listener in its place": func() error {
+			if err := os.Remove(path); err != nil {
+				return err
+			}
+			fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			t.Cleanup(func() { _ = unix.Close(fd) })
+			files++
+			err = unix.Bind(fd, &unix.SockaddrUnix{Name: owner.t.dir.at(owner.t.server.socket)})
+			if errors.Is(err, unix.EADDRINUSE) { // it is back already
+				return nil
+			}
+			return errors.Join(err, unix.Listen(fd, 1))
+		},
+	} {
+		before, err := os.Lstat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := harm(); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		eventually(t, name+": no link can be opened", func() bool {
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			defer cancel()
+			l, err := reader.t.Open(ctx, owner.peer())
+			if err != nil {
+				return false
+			}
+			err = errors.Join(read(l), l.Close())
+			if err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+			return true
+		})
+		eventually(t, name+": the socket is not there", func() bool {
+			now, err := os.Lstat(path)
+			return err == nil && now.Mode().Type() == os.ModeSocket && !os.SameFile(before, now)
+		})
+		if err := read(first); err != nil {
+			t.Errorf("%s: the link that stood: %v", name, err)
+		}
+	}
+	_ = os.RemoveAll(dir + ".old")
+	both := []string{owner.t.server.socket, reader.t.server.socket}
+	slices.Sort(both)
+	eventually(t, "the sockets are not both there", func() bool { return slices.Equal(sockets(t, dir), both) })
+	eventually(t, "files are left open", func() bool { return openFiles(t) <= files })
+	if err := errors.Join(owner.t.Close(), reader.t.Close()); err != nil {
+		t.Error(err)
+	}
+	if left := sockets(t, dir); len(left) > 0 {
+		t.Errorf("%v is left", left)
+	}
+}
+
+// A directory that will not do any more is not used, and is when it was mended.
+func TestRemovedSocketWaitsForItsDirectory(t *testing.T) {
+	dir := filepath.Join(rendezvous(t), "of")
+	log := make(chan string, 64)
+	owner := newNode(t, ownerLife, 4096)
+	owner.listen(t, Options{Dir: dir, lookEvery: time.Millisecond, Logger: slog.New(slog.NewTextHandler(lines(log), nil))})
+	path := owner.t.dir.address(owner.t.server.socket)
+	chmod(t, dir, 0o777)
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if line := <-log; !strings.Contains(line, "level=WARN") || !strings.Contains(line, "chmod") || !strings.Contains(line, path) {
+		t.Errorf("the log says %q, want what to do", line)
+	}
+	if _, err := os.Lstat(path); !os.IsNotExist(err) {
+		t.Errorf("a directory that is open to all is used: %v", err)
+	}
+	chmod(t, dir, 0o700)
+	eventually(t, "the socket is not there", func() bool { _, err := os.Lstat(path); return err == nil })
+	if line := <-log; !strings.Contains(line, "there again") {
+		t.Errorf("the log says %q, and once what is wrong", line)
+	}
+}
+
+// lines takes what a logger writes.
+type lines chan string
+
+func (l lines) Write(b []byte) (int, error) {
+	l <- string(b)
+	return len(b), nil
 }
 
 // Only what has our name, is a socket, and is served by nobody is removed.
@@ -150,7 +265,8 @@ func TestMuteSocketIsKept(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer d.close()
-	l, name, err := d.listen()
+	name := newName()
+	l, err := d.listen(name)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"os"
 	"sync"
@@ -24,20 +25,21 @@ const (
 )
 
 // server gives this node's memory to readers: one goroutine accepts, one a
-// connection shakes hands and then waits for its end.
+// connection shakes hands and then waits for its end, and one looks whether the
+// socket can still be found.
 type server struct {
-	t        *Transport
-	listener *net.UnixListener
-	socket   string // the listener's name in the directory
-	offer    welcome
-	max      int
-	closing  chan struct{} // closed by close
+	t       *Transport
+	socket  string // the listener's name in the directory
+	offer   welcome
+	max     int
+	closing chan struct{} // closed by close
 
 	mu        sync.Mutex
 	closed    bool
+	listener  *net.UnixListener // another one after the socket was removed
 	conns     map[*served]struct{}
 	strangers int            // those of conns
-	work      sync.WaitGroup // accept and every served
+	work      sync.WaitGroup // keep, accept, and every served
 }
 
 // served is one accepted connection.
@@ -58,9 +60,69 @@ func newServer(t *Transport, l *net.UnixListener, socket string) *server {
 	return s
 }
 
-func (s *server) accept() {
+func (s *server) start(lookEvery time.Duration) {
+	l := s.listener
+	s.work.Go(func() { s.accept(l) })
+	s.work.Go(func() { s.keep(lookEvery) })
+}
+
+// keep looks after the socket: who cleans up old files, or removes the directory,
+// must not cut readers off for the rest of this life.
+func (s *server) keep(lookEvery time.Duration) {
+	ours, err := s.t.dir.found(s.socket)
+	look := time.NewTicker(lookEvery)
+	defer look.Stop()
+	for told := ""; ; {
+		select {
+		case <-s.closing:
+			return
+		case <-look.C:
+		}
+		if now, gone := s.t.dir.found(s.socket); err == nil && gone == nil && now == ours {
+			continue
+		}
+		ours, err = s.bindAgain()
+		switch {
+		case errors.Is(err, net.ErrClosed):
+			return
+		case err == nil:
+			told = ""
+			s.t.log.Warn("the socket was removed, and is there again", "path", s.t.dir.address(s.socket))
+		case told != err.Error():
+			told = err.Error()
+			s.t.log.Warn("the socket was removed, and new readers do not find it", "path", s.t.dir.address(s.socket), "err", err)
+		}
+	}
+}
+
+// bindAgain serves a new socket under the name of that which was removed. The
+// connections that there are stand. It wraps net.ErrClosed if the server has closed.
+func (s *server) bindAgain() (inode, error) {
+	if err := s.t.dir.reopen(); err != nil {
+		return inode{}, err
+	}
+	l, err := s.t.dir.listen(s.socket)
+	if err != nil {
+		return inode{}, err
+	}
+	ours, err := s.t.dir.found(s.socket)
+	s.mu.Lock()
+	old, closed := s.listener, s.closed
+	if !closed {
+		s.listener = l
+		s.work.Go(func() { s.accept(l) })
+	}
+	s.mu.Unlock()
+	if closed { // and has looked for the socket before it was there
+		return inode{}, errors.Join(net.ErrClosed, l.Close(), s.t.dir.remove(s.socket))
+	}
+	_ = old.Close() // ends its accept; nobody finds it
+	return ours, err
+}
+
+func (s *server) accept(l *net.UnixListener) {
 	for {
-		conn, err := s.listener.AcceptUnix()
+		conn, err := l.AcceptUnix()
 		if err == nil {
 			s.admit(conn)
 			continue
@@ -261,16 +323,17 @@ func (s *server) close() {
 		return
 	}
 	s.closed = true
+	listener := s.listener
 	conns := make(map[*served]bool, len(s.conns)) // is it a stranger
 	for c := range s.conns {
 		conns[c] = c.stranger
 	}
 	s.mu.Unlock()
 	close(s.closing)
-	if err := s.t.dir.remove(s.socket); err != nil {
+	if err := s.t.dir.remove(s.socket); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		s.t.log.Warn("remove the socket", "path", s.t.dir.address(s.socket), "err", err)
 	}
-	_ = s.listener.Close() // what it could say nobody can use
+	_ = listener.Close() // what it could say nobody can use
 	for c, stranger := range conns {
 		if stranger {
 			_ = c.Close() // it has been told nothing

@@ -9,7 +9,9 @@
 // directory is on the same host and is meant to be here, whatever network, PID,
 // or mount namespace either is in. The directory, and the users on both ends of
 // the socket, are what access is decided by: the directory is closed to others,
-// and both ends serve their own user and root alone.
+// and both ends serve their own user and root alone. The descriptor holds for a
+// life: where somebody has removed the socket, or the directory, its owner makes
+// it anew within seconds, under the same name.
 //
 // # Handshake
 //
@@ -62,6 +64,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvferry/kvferry/transfer"
 )
@@ -77,12 +80,17 @@ type Options struct {
 	Cached  bool            // what lands is read by this process at once: copy through the caches
 	Limits  transfer.Limits // of the handshake and of reading; Stall is how long Close waits for readers
 	Logger  *slog.Logger    // default: silence
+
+	lookEvery time.Duration // from one look at our socket in the directory to the next; default 5 s
 }
 
 func (o Options) withDefaults() Options {
 	o.Limits = o.Limits.WithDefaults()
 	if o.Workers <= 0 {
 		o.Workers = max(1, min(4, runtime.GOMAXPROCS(0)/2))
+	}
+	if o.lookEvery <= 0 {
+		o.lookEvery = 5 * time.Second
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -143,7 +151,8 @@ func listen(o Options) (*Transport, error) {
 		return nil, err
 	}
 	dir.sweep(o.Logger)
-	listener, name, err := dir.listen()
+	name := newName()
+	listener, err := dir.listen(name)
 	if err != nil {
 		return nil, errors.Join(err, dir.close())
 	}
@@ -154,7 +163,7 @@ func listen(o Options) (*Transport, error) {
 		workers:    workers{slots: make(chan struct{}, o.Workers)}, links: map[*link]struct{}{},
 	}
 	t.server = newServer(t, listener, name)
-	t.server.work.Go(t.server.accept)
+	t.server.start(o.lookEvery)
 	return t, nil
 }
 
@@ -164,8 +173,8 @@ func (t *Transport) Name() string { return Name }
 // Descriptor is [transfer.Transport.Descriptor].
 func (t *Transport) Descriptor() []byte { return slices.Clone(t.descriptor) }
 
-// Open is [transfer.Transport.Open]. The handshake has the dial time; mapping
-// what it brought takes about a tenth of a second a GiB on small pages, and
+// Open is [transfer.Transport.Open]. The handshake has the dial time, 2 s at most;
+// mapping what it brought takes about a tenth of a second a GiB on small pages, and
 // ends early with ctx only between two arenas.
 func (t *Transport) Open(ctx context.Context, peer transfer.Peer) (transfer.Link, error) {
 	l, err := t.open(ctx, peer)
