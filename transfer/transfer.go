@@ -158,3 +158,15 @@ func (l Limits) WithDefaults() Limits {
 	}
 	return l
 }
+
+// Reason is the error of a read or an attempt whose context has ended: the cause
+// alone where it is an end of this package, else with the context's own error.
+func Reason(ctx context.Context) error {
+	err, cause := ctx.Err(), context.Cause(ctx)
+	switch {
+	case errors.Is(cause, err), errors.Is(cause, ErrStalled), errors.Is(cause, ErrClosed):
+		return cause
+	default:
+		return fmt.Errorf("%w: %w", err, cause)
+	}
+}

@@ -148,7 +148,7 @@ func (l *link) Close() error {
 // connect shakes hands and maps what it brings.
 func (l *link) connect(ctx context.Context, socket string) error {
 	if ctx.Err() != nil {
-		return cause(ctx)
+		return transfer.Reason(ctx)
 	}
 	bound := min(l.t.limits.Dial, maxHandshake)
 	dialling, cancel := context.WithTimeoutCause(ctx, bound, fmt.Errorf("the peer does not answer within %v: %w", bound, transfer.ErrStalled))
@@ -167,7 +167,7 @@ func (l *link) connect(ctx context.Context, socket string) error {
 	w, files, err := l.shake(conn)
 	defer files.close()
 	if !stop() { // also if it is just over: the connection has a deadline now
-		err = cause(dialling)
+		err = transfer.Reason(dialling)
 	}
 	if err != nil {
 		return fmt.Errorf("shake hands at %s: %w", l.address, err)
@@ -190,7 +190,7 @@ func (l *link) unreached(ctx context.Context, err error) error {
 		<-ctx.Done() // its deadline, which the dialer keeps by a clock of its own
 	}
 	if ctx.Err() != nil {
-		err = cause(ctx)
+		err = transfer.Reason(ctx)
 	}
 	return fmt.Errorf("connect to %s: %w", l.address, err)
 }
@@ -272,7 +272,7 @@ func (l *link) attach(ctx context.Context, w welcome, files received) error {
 			continue
 		}
 		if ctx.Err() != nil {
-			return cause(ctx)
+			return transfer.Reason(ctx)
 		}
 		if have := w.arenas[rank]; have < want {
 			return fmt.Errorf("rank %d has %d bytes there, the peer said %d before: %w", int(rank), have, want, errGarbage)
@@ -284,15 +284,6 @@ func (l *link) attach(ctx context.Context, w welcome, files received) error {
 		l.arenas[rank] = stretch{mapped: region, remote: region.Bytes(), local: local.Bytes()}
 	}
 	return nil
-}
-
-// cause is why ctx ended.
-func cause(ctx context.Context) error {
-	err, cause := ctx.Err(), context.Cause(ctx)
-	if errors.Is(cause, err) || errors.Is(cause, transfer.ErrStalled) {
-		return cause
-	}
-	return fmt.Errorf("%w: %w", err, cause)
 }
 
 var _ transfer.Link = (*link)(nil)

@@ -55,11 +55,11 @@ func (l *link) read(ctx context.Context, started time.Time, seals []transfer.Sea
 		return 0, max(0, transfer.Bytes(copies)), err
 	}
 	defer l.reads.Done()
-	if total, err = l.check(seals, copies); err != nil {
+	if total, err = transfer.Check(seals, copies, l.sizes); err != nil {
 		return 0, total, err
 	}
 	if ctx.Err() != nil {
-		return 0, total, cause(ctx)
+		return 0, total, transfer.Reason(ctx)
 	}
 	if err := l.held(seals); err != nil { // saves the work
 		return 0, total, err
@@ -84,49 +84,19 @@ func deadline(from time.Time, d time.Duration) time.Time {
 	return from.Add(min(d, century))
 }
 
-// check refuses what lies outside before anything is moved.
-func (l *link) check(seals []transfer.Seal, copies []transfer.Copy) (total int64, err error) {
-	for i := range copies {
-		c := &copies[i]
-		if c.Rank < 0 || c.Rank >= id.MaxRanks || l.arenas[c.Rank].mapped == nil {
-			return 0, fmt.Errorf("copy %d: rank %d, which this node or the peer does not have: %w", i, int(c.Rank), transfer.ErrRange)
-		}
-		s := &l.arenas[c.Rank]
-		if !inside(c.Remote, c.Bytes, len(s.remote)) {
-			return 0, fmt.Errorf("copy %d: %d bytes at %d of rank %d of the peer, which has %d: %w", i, c.Bytes, c.Remote, int(c.Rank), len(s.remote), transfer.ErrRange)
-		}
-		if !inside(c.Local, c.Bytes, len(s.local)) {
-			return 0, fmt.Errorf("copy %d: %d bytes at %d of rank %d here, which has %d: %w", i, c.Bytes, c.Local, int(c.Rank), len(s.local), transfer.ErrRange)
-		}
-		if total += c.Bytes; total < 0 {
-			return 0, fmt.Errorf("copies are more than 2^63 bytes: %w", transfer.ErrRange)
-		}
+// sizes are those of a rank's arenas there and here.
+func (l *link) sizes(rank id.Rank) (remote, local int64, ok bool) {
+	if rank < 0 || rank >= id.MaxRanks || l.arenas[rank].mapped == nil {
+		return 0, 0, false
 	}
-	if len(seals) == 0 {
-		return total, errors.New("read without a seal")
-	}
-	for _, s := range seals {
-		if s.Index >= memory.Words {
-			return total, fmt.Errorf("seal word %d of %d: %w", s.Index, memory.Words, transfer.ErrRange)
-		}
-	}
-	return total, nil
+	return int64(len(l.arenas[rank].remote)), int64(len(l.arenas[rank].local)), true
 }
 
-// inside reports whether [at, at+n) is a stretch of at least one byte in size
-// bytes. No sum can overflow.
-func inside(at, n int64, size int) bool {
-	return n > 0 && at >= 0 && n <= int64(size) && at <= int64(size)-n
-}
-
-// held looks at the seal words. Nothing is held by a value of 0: that is what a
-// free word holds.
+// held looks at the peer's seal words.
 func (l *link) held(seals []transfer.Seal) (err error) {
 	defer l.survive(debug.SetPanicOnFault(true), &err)
-	for _, s := range seals {
-		if v, ok := l.seals.Load(s.Index); !ok || v != s.Value || v == 0 {
-			return transfer.ErrStale
-		}
+	if !transfer.Held(l.seals, seals) {
+		return transfer.ErrStale
 	}
 	return nil
 }
@@ -215,7 +185,7 @@ func (p *pull) landed(piece []transfer.Copy, err error) int64 {
 func (p *pull) over(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
-		return cause(ctx)
+		return transfer.Reason(ctx)
 	case <-p.l.ended:
 		return p.l.reason()
 	default:
@@ -241,7 +211,7 @@ func (p *pull) turn(ctx context.Context) error {
 	case w.slots <- struct{}{}:
 		return nil
 	case <-ctx.Done():
-		return cause(ctx)
+		return transfer.Reason(ctx)
 	case <-p.l.ended:
 		return p.l.reason()
 	case <-timer.C:

@@ -301,7 +301,7 @@ func (r *request) within(arenas map[id.Rank]*memory.Region) bool {
 	}
 	for _, c := range r.copies {
 		a := arenas[c.Rank]
-		if a == nil || !inside(c.Remote, c.Bytes, a.Size()) {
+		if a == nil || !transfer.Inside(c.Remote, c.Bytes, a.Size()) {
 			return false
 		}
 	}
@@ -310,9 +310,3 @@ func (r *request) within(arenas map[id.Rank]*memory.Region) bool {
 
 // bytes is what the answer carries.
 func (r *request) bytes() int64 { return transfer.Bytes(r.copies) }
-
-// inside reports whether [at, at+n) is a stretch of at least one byte in a
-// region of size bytes. No sum can overflow.
-func inside(at, n, size int64) bool {
-	return n > 0 && at >= 0 && n <= size && at <= size-n
-}

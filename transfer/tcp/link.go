@@ -15,8 +15,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
-	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -103,37 +103,31 @@ type outcome struct {
 	err     error
 }
 
-// check refuses what lies outside before anything is sent.
+// check refuses what lies outside, and what no connection can ask for, before
+// anything is sent.
 func (l *link) check(seals []transfer.Seal, copies []transfer.Copy) (total int64, err error) {
-	for i, c := range copies {
-		remote, known := l.peer.ArenaBytes[c.Rank]
-		if !known || !inside(c.Remote, c.Bytes, remote) {
-			return 0, fmt.Errorf("copy %d: %d bytes at %d of rank %d of the peer, which has %d: %w", i, c.Bytes, c.Remote, c.Rank, remote, transfer.ErrRange)
-		}
-		local := l.t.local.Arenas[c.Rank]
-		if local == nil {
-			return 0, fmt.Errorf("copy %d: no rank %d here: %w", i, c.Rank, transfer.ErrRange)
-		}
-		if !inside(c.Local, c.Bytes, local.Size()) {
-			return 0, fmt.Errorf("copy %d: %d bytes at %d of rank %d here, which has %d: %w", i, c.Bytes, c.Local, c.Rank, local.Size(), transfer.ErrRange)
-		}
-		total += c.Bytes
-		if total < 0 {
-			return 0, fmt.Errorf("copies are more than 2^63 bytes: %w", transfer.ErrRange)
-		}
+	if total, err = transfer.Check(seals, copies, l.sizes); err != nil {
+		return total, err
 	}
-	if len(seals) == 0 || len(seals) > maxSeals {
+	if len(seals) > maxSeals {
 		return total, fmt.Errorf("read under %d seals, want 1 to %d", len(seals), maxSeals)
 	}
 	for _, s := range seals {
-		if s.Index >= memory.Words {
-			return total, fmt.Errorf("seal word %d of %d: %w", s.Index, memory.Words, transfer.ErrRange)
-		}
 		if s.Value == 0 {
 			return total, fmt.Errorf("seal word %d with the value 0, which is never held: %w", s.Index, transfer.ErrStale)
 		}
 	}
 	return total, nil
+}
+
+// sizes are those of a rank's arenas there and here.
+func (l *link) sizes(rank id.Rank) (remote, local int64, ok bool) {
+	remote, known := l.peer.ArenaBytes[rank]
+	here := l.t.local.Arenas[rank]
+	if !known || here == nil {
+		return 0, 0, false
+	}
+	return remote, here.Size(), true
 }
 
 // read waits for a connection and reads over it, and over more, its lanes, if it
@@ -163,7 +157,7 @@ func (l *link) acquire(ctx context.Context, bytes int64) (lanes int, err error) 
 	select {
 	case l.slots <- struct{}{}:
 	case <-ctx.Done():
-		return 0, fmt.Errorf("wait for a connection: %w", reason(ctx))
+		return 0, fmt.Errorf("wait for a connection: %w", transfer.Reason(ctx))
 	}
 	want := min(int64(l.t.lanes), bytes/laneBytes)
 	for lanes = 1; int64(lanes) < want; lanes++ {
@@ -256,7 +250,7 @@ func (l *link) over(ctx context.Context, c *dialled, idle bool, a *reading) {
 	if !stopAbort() {
 		good = false
 		if err != nil {
-			err = reason(ctx)
+			err = transfer.Reason(ctx)
 		}
 	}
 	if err != nil {
@@ -274,17 +268,6 @@ func (l *link) over(ctx context.Context, c *dialled, idle bool, a *reading) {
 	}
 }
 
-// reason is why ctx ended, in words of this package where it was us.
-func reason(ctx context.Context) error {
-	err, cause := ctx.Err(), context.Cause(ctx)
-	switch {
-	case errors.Is(cause, err), errors.Is(cause, transfer.ErrStalled), errors.Is(cause, transfer.ErrClosed):
-		return cause
-	default:
-		return fmt.Errorf("%w: %w", err, cause)
-	}
-}
-
 // broken reports whether err is the end of a connection and nothing worse.
 func broken(err error) bool {
 	var errno syscall.Errno
@@ -294,7 +277,7 @@ func broken(err error) bool {
 // begin registers a read, so that Close can end it and wait for it.
 func (l *link) begin(ctx context.Context) (_ context.Context, end func(), err error) {
 	if ctx.Err() != nil {
-		return nil, nil, reason(ctx)
+		return nil, nil, transfer.Reason(ctx)
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	r := &running{cancel: cancel}
@@ -374,7 +357,7 @@ func (l *link) dial(ctx context.Context) (*dialled, error) {
 			<-ctx.Done() // its deadline, which the dialer keeps by a clock of its own
 		}
 		if ctx.Err() != nil {
-			err = reason(ctx)
+			err = transfer.Reason(ctx)
 		}
 		return nil, fmt.Errorf("dial %v: %w", l.addresses, err)
 	}
@@ -388,7 +371,7 @@ func (l *link) dial(ctx context.Context) (*dialled, error) {
 	stopAbort := context.AfterFunc(ctx, w.abort)
 	err = l.shake(c)
 	if !stopAbort() {
-		err = reason(ctx)
+		err = transfer.Reason(ctx)
 	}
 	if err != nil {
 		l.t.hangUp(c)

@@ -250,7 +250,7 @@ func (s *server) answer(c *served) error {
 	case !r.within(s.t.local.Arenas):
 		s.t.stats.outside.Add(1)
 		return s.refuse(c, r.id, verdictRange)
-	case !s.held(r.seals):
+	case !transfer.Held(s.t.local.Seals, r.seals):
 		s.t.stats.servedStale.Add(1)
 		return s.refuse(c, r.id, verdictStale)
 	}
@@ -300,23 +300,11 @@ func (s *server) sendSmall(c *served) error {
 func (s *server) verdict(r *request, n int64) verdict {
 	s.t.stats.served.Add(1)
 	s.t.stats.servedBytes.Add(uint64(n))
-	if s.held(r.seals) {
+	if transfer.Held(s.t.local.Seals, r.seals) {
 		return verdictHeld
 	}
 	s.t.stats.servedStale.Add(1)
 	return verdictStale
-}
-
-// held reports whether every seal word holds its value. Nothing is held by a
-// value of 0: that is what a free word holds.
-func (s *server) held(seals []transfer.Seal) bool {
-	for _, seal := range seals {
-		v, ok := s.t.local.Seals.Load(seal.Index)
-		if !ok || v != seal.Value || v == 0 {
-			return false
-		}
-	}
-	return true
 }
 
 func (s *server) stretch(c transfer.Copy) []byte {

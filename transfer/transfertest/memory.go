@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvferry/kvferry/internal/memory"
+	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -128,17 +128,6 @@ func (m *Memory) enter() error {
 
 func (m *Memory) leave() { m.readers.Done() }
 
-// held looks at the seal words of this memory.
-func (m *Memory) held(seals []transfer.Seal) bool {
-	for _, s := range seals {
-		v, ok := m.local.Seals.Load(s.Index)
-		if !ok || v != s.Value || v == 0 {
-			return false
-		}
-	}
-	return true
-}
-
 type memoryLink struct {
 	reader, owner *Memory
 	peer          transfer.Peer
@@ -151,7 +140,7 @@ type memoryLink struct {
 
 func (l *memoryLink) Read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
 	started := time.Now()
-	total, err := check(seals, copies, l.peer, l.reader.local)
+	total, err := transfer.Check(seals, copies, l.sizes)
 	var done int64
 	if err == nil {
 		done, err = l.read(ctx, seals, copies)
@@ -162,31 +151,15 @@ func (l *memoryLink) Read(ctx context.Context, seals []transfer.Seal, copies []t
 	return &transfer.Error{Transport: MemoryName, Peer: l.peer.Life, Done: done, Total: total, Took: time.Since(started), Err: err}
 }
 
-// check refuses what lies outside of either side.
-func check(seals []transfer.Seal, copies []transfer.Copy, peer transfer.Peer, local transfer.Local) (total int64, err error) {
-	for _, c := range copies {
-		here := local.Arenas[c.Rank]
-		if here == nil || !inside(c.Remote, c.Bytes, peer.ArenaBytes[c.Rank]) || !inside(c.Local, c.Bytes, here.Size()) {
-			return 0, fmt.Errorf("copy %+v: %w", c, transfer.ErrRange)
-		}
-		if total += c.Bytes; total < 0 {
-			return 0, fmt.Errorf("copies are more than 2^63 bytes: %w", transfer.ErrRange)
-		}
+// sizes are those of a rank's arenas there and here.
+func (l *memoryLink) sizes(rank id.Rank) (remote, local int64, ok bool) {
+	remote, known := l.peer.ArenaBytes[rank]
+	here := l.reader.local.Arenas[rank]
+	if !known || here == nil {
+		return 0, 0, false
 	}
-	if len(seals) == 0 {
-		return total, errors.New("read without a seal")
-	}
-	for _, s := range seals {
-		if s.Index >= memory.Words {
-			return total, fmt.Errorf("seal word %d: %w", s.Index, transfer.ErrRange)
-		}
-	}
-	return total, nil
+	return remote, here.Size(), true
 }
-
-// inside reports whether [at, at+n) is a stretch of at least one byte in size
-// bytes.
-func inside(at, n, size int64) bool { return n > 0 && at >= 0 && n <= size && at <= size-n }
 
 func (l *memoryLink) read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) (done int64, err error) {
 	l.mu.Lock()
@@ -203,14 +176,14 @@ func (l *memoryLink) read(ctx context.Context, seals []transfer.Seal, copies []t
 	defer l.owner.leave()
 
 	for _, c := range copies { // the peer may have less than it said
-		if a := l.owner.local.Arenas[c.Rank]; a == nil || !inside(c.Remote, c.Bytes, a.Size()) {
+		if a := l.owner.local.Arenas[c.Rank]; a == nil || !transfer.Inside(c.Remote, c.Bytes, a.Size()) {
 			return 0, fmt.Errorf("copy %+v, refused by the owner: %w", c, transfer.ErrRange)
 		}
 	}
 	if err := l.over(ctx); err != nil {
 		return 0, err
 	}
-	if !l.owner.held(seals) {
+	if !transfer.Held(l.owner.local.Seals, seals) {
 		return 0, transfer.ErrStale
 	}
 	for _, c := range copies {
@@ -224,7 +197,7 @@ func (l *memoryLink) read(ctx context.Context, seals []transfer.Seal, copies []t
 			from, to, done = from[n:], to[n:], done+int64(n)
 		}
 	}
-	if !l.owner.held(seals) {
+	if !transfer.Held(l.owner.local.Seals, seals) {
 		return done, transfer.ErrStale
 	}
 	return done, nil
