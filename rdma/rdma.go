@@ -1,130 +1,63 @@
-// Package rdma says what this machine has for one-sided reads over a fabric:
-// the devices that the kernel shows, and whether the verbs library is there.
+// Package rdma reads the memory of other machines over a fabric, one-sidedly,
+// through libibverbs: the kernel's devices and their ports, memory that a
+// device may read or write, reliable queue pairs, and batches of reads.
 //
-// It knows no page and no transport. It is to hold the binding to libibverbs
-// as well; until then nothing of kvferry reads over RDMA, and this package
-// only looks, in sysfs and where the loader would. It needs no cgo and no
-// hardware: what is missing is a reason, never a failure.
+// It holds verbs only. It knows no page, no transport and no peer; it retries
+// nothing and decides nothing. The life of its objects, each of which is
+// closed before the one that made it:
+//
+//	Open -> Device -> NewPD -> PD -> Register -> Region
+//	                            PD -> NewQP -> QP -> Connect, Read, Read, ...
+//
+// The library is bound at run time ([Load]), so one binary runs on machines
+// with and without it; [Probe] tells what there is without it. Built without
+// the tag rdma, without cgo, or for another system, the same names are there,
+// and every call that would need the library wraps [ErrUnavailable].
+//
+// A batch of reads is carried out by repeated steps in C, each of which posts
+// and reaps a whole window; in between its goroutine sleeps in Go's poller.
+// There is no thread of C, no call from C into Go, and nothing of Go's memory
+// is kept in C. Memory that a device touches is mapped, never on Go's heap.
 package rdma
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
-	"io/fs"
-	"path"
-	"slices"
-	"strconv"
-	"strings"
 )
 
-// ErrUnavailable is wrapped when this machine cannot do RDMA; the text says
-// what is missing.
-var ErrUnavailable = errors.New("RDMA is not available")
-
-// Device is one RDMA device.
-type Device struct {
-	Name  string // such as "mlx5_0"
-	Ports []Port // by number
-}
-
-// Port is one port of a device.
-type Port struct {
-	Number    int
-	State     string // such as "ACTIVE" or "DOWN"
-	LinkLayer string // "InfiniBand" or "Ethernet"
-	Rate      string // such as "400 Gb/sec (4X NDR)"
-}
-
-const (
-	library = "libibverbs.so.1"
-	class   = "sys/class/infiniband"
+var (
+	// ErrUnavailable is wrapped when this machine, or this build, cannot do
+	// RDMA; the text says what is missing.
+	ErrUnavailable = errors.New("RDMA is not available")
+	// ErrStalled is wrapped by [QP.Read] if nothing completed for
+	// ReadOptions.Stall.
+	ErrStalled = errors.New("RDMA read stalled")
+	// ErrFailed is wrapped by [QP.Read] on a queue pair that [QP.Fail], or an
+	// error of an earlier read, has put into the error state.
+	ErrFailed = errors.New("queue pair has failed")
+	// ErrDrain is wrapped if a device did not give back what was posted: it
+	// may still write to the memory of the batch. Only [QP.Close] ends that.
+	ErrDrain = errors.New("outstanding RDMA reads could not be flushed")
 )
 
-// Probe lists the devices of the machine whose root directory is given, by
-// name. libraryPath is LD_LIBRARY_PATH. The error wraps [ErrUnavailable] if
-// there is no device, no library, or no active port; the devices that there
-// are are returned all the same.
-func Probe(root fs.FS, libraryPath string) ([]Device, error) {
-	devices, err := devices(root)
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("list RDMA devices: %w", err)
-	case len(devices) == 0:
-		return nil, fmt.Errorf("%w: no device in /%s (a card's driver makes one; for a software device: rdma link add rxe0 type rxe netdev NAME)", ErrUnavailable, class)
-	}
-	if !loadable(root, libraryPath) {
-		return devices, fmt.Errorf("%w: the loader knows no %s (on Debian: apt-get install libibverbs1 ibverbs-providers)", ErrUnavailable, library)
-	}
-	var states []string
-	for _, d := range devices {
-		for _, p := range d.Ports {
-			if p.State == "ACTIVE" {
-				return devices, nil
-			}
-			states = append(states, fmt.Sprintf("%s port %d is %s", d.Name, p.Number, p.State))
-		}
-	}
-	return devices, fmt.Errorf("%w: no active port: %s", ErrUnavailable, strings.Join(states, ", "))
+// OpError is a verb that failed.
+type OpError struct {
+	Verb   string // what was tried, of what, such as "register 4096 bytes"
+	Device string // such as "mlx5_0"; "" if none was involved
+	Err    error  // a syscall.Errno, where the verb gave one
+	Hint   string // what usually is behind it, and what to do; may be empty
 }
 
-func devices(root fs.FS) ([]Device, error) {
-	entries, err := fs.ReadDir(root, class)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
+func (e *OpError) Error() string {
+	s := e.Verb
+	if e.Device != "" {
+		s += " on " + e.Device
 	}
-	if err != nil {
-		return nil, err
+	s = fmt.Sprintf("%s: %v", s, e.Err)
+	if e.Hint != "" {
+		s += " (" + e.Hint + ")"
 	}
-	var list []Device
-	for _, e := range entries {
-		d := Device{Name: e.Name()}
-		ports, err := fs.ReadDir(root, path.Join(class, d.Name, "ports"))
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // it may just have been unplugged
-			return nil, err
-		}
-		for _, p := range ports {
-			number, err := strconv.Atoi(p.Name())
-			if err != nil {
-				continue
-			}
-			at := path.Join(class, d.Name, "ports", p.Name())
-			state := attribute(root, at, "state") // "4: ACTIVE"
-			if _, word, ok := strings.Cut(state, ": "); ok {
-				state = word
-			}
-			d.Ports = append(d.Ports, Port{Number: number, State: state, LinkLayer: attribute(root, at, "link_layer"), Rate: attribute(root, at, "rate")})
-		}
-		slices.SortFunc(d.Ports, func(a, b Port) int { return a.Number - b.Number })
-		list = append(list, d)
-	}
-	return list, nil
+	return s
 }
 
-// attribute reads one file of sysfs; "unknown" if it cannot be read.
-func attribute(root fs.FS, dir, name string) string {
-	b, err := fs.ReadFile(root, path.Join(dir, name))
-	if err != nil {
-		return "unknown"
-	}
-	return string(bytes.TrimSpace(b))
-}
-
-// loadable tells whether the loader would find the library: by its path, its
-// cache, or in the folders that it always looks into.
-func loadable(root fs.FS, libraryPath string) bool {
-	for dir := range strings.SplitSeq(libraryPath, ":") {
-		if _, err := fs.Stat(root, path.Join(strings.TrimPrefix(dir, "/"), library)); dir != "" && err == nil {
-			return true
-		}
-	}
-	if cache, err := fs.ReadFile(root, "etc/ld.so.cache"); err == nil && bytes.Contains(cache, []byte("/"+library+"\x00")) {
-		return true
-	}
-	for _, dir := range []string{"lib", "lib64", "usr/lib", "usr/lib64", "lib/*-linux-gnu", "usr/lib/*-linux-gnu"} {
-		if found, err := fs.Glob(root, path.Join(dir, library)); err == nil && len(found) > 0 {
-			return true
-		}
-	}
-	return false
-}
+func (e *OpError) Unwrap() error { return e.Err }

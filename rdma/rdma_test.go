@@ -5,6 +5,8 @@ import (
 	"io/fs"
 	"os"
 	"reflect"
+	"slices"
+	"strings"
 	"testing"
 	"testing/fstest"
 )
@@ -28,13 +30,13 @@ func port(device, number, state string) []string {
 }
 
 func TestProbe(t *testing.T) {
-	active := Port{Number: 1, State: "ACTIVE", LinkLayer: "Ethernet", Rate: "100 Gb/sec (4X EDR)"}
-	down := Port{Number: 2, State: "DOWN", LinkLayer: "Ethernet", Rate: "100 Gb/sec (4X EDR)"}
+	active := PortInfo{Number: 1, State: "ACTIVE", LinkLayer: "Ethernet", Rate: "100 Gb/sec (4X EDR)"}
+	down := PortInfo{Number: 2, State: "DOWN", LinkLayer: "Ethernet", Rate: "100 Gb/sec (4X EDR)"}
 	lib := []string{"etc/ld.so.cache", linked}
 	for name, tt := range map[string]struct {
 		root        fs.FS
 		libraryPath string
-		want        []Device
+		want        []Info
 		err         string
 	}{
 		"nothing": {root: tree(), err: "RDMA is not available: no device in /sys/class/infiniband (a card's driver makes one; for a software device: rdma link add rxe0 type rxe netdev NAME)"},
@@ -44,39 +46,47 @@ func TestProbe(t *testing.T) {
 		},
 		"no library": {
 			root: tree(port("mlx5_0", "1", "4: ACTIVE")...),
-			want: []Device{{"mlx5_0", []Port{active}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{active}}},
 			err:  "RDMA is not available: the loader knows no libibverbs.so.1 (on Debian: apt-get install libibverbs1 ibverbs-providers)",
 		},
 		"another library of like name": {
 			root: tree(append(port("mlx5_0", "1", "4: ACTIVE"), "etc/ld.so.cache", "/lib/xlibibverbs.so.1\x00/lib/libibverbs.so.15\x00")...),
-			want: []Device{{"mlx5_0", []Port{active}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{active}}},
 			err:  "RDMA is not available: the loader knows no libibverbs.so.1 (on Debian: apt-get install libibverbs1 ibverbs-providers)",
 		},
 		"library outside of the cache": {
 			root: tree(append(port("mlx5_0", "1", "4: ACTIVE"), "usr/lib/x86_64-linux-gnu/libibverbs.so.1", "")...),
-			want: []Device{{"mlx5_0", []Port{active}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{active}}},
 		},
 		"library on the path": {
 			root:        tree(append(port("mlx5_0", "1", "4: ACTIVE"), "opt/verbs/libibverbs.so.1", "")...),
 			libraryPath: ":/nowhere:/opt/verbs/",
-			want:        []Device{{"mlx5_0", []Port{active}}},
+			want:        []Info{{"mlx5_0", -1, []PortInfo{active}}},
 		},
 		"ports by number": {
 			root: tree(append(append(port("mlx5_0", "10", "4: ACTIVE"), port("mlx5_0", "2", "1: DOWN")...), lib...)...),
-			want: []Device{{"mlx5_0", []Port{down, {Number: 10, State: "ACTIVE", LinkLayer: active.LinkLayer, Rate: active.Rate}}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{down, {Number: 10, State: "ACTIVE", LinkLayer: active.LinkLayer, Rate: active.Rate}}}},
 		},
 		"no active port": {
 			root: tree(append(port("mlx5_0", "2", "1: DOWN"), lib...)...),
-			want: []Device{{"mlx5_0", []Port{down}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{down}}},
 			err:  "RDMA is not available: no active port: mlx5_0 port 2 is DOWN",
 		},
 		"two devices, one of them down": {
 			root: tree(append(append(port("mlx5_1", "1", "4: ACTIVE"), port("mlx5_0", "2", "1: DOWN")...), lib...)...),
-			want: []Device{{"mlx5_0", []Port{down}}, {"mlx5_1", []Port{active}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{down}}, {"mlx5_1", -1, []PortInfo{active}}},
+		},
+		"beside a NUMA node": {
+			root: tree(append(append(port("mlx5_0", "1", "4: ACTIVE"), lib...), "sys/class/infiniband/mlx5_0/device/numa_node", "1\n")...),
+			want: []Info{{"mlx5_0", 1, []PortInfo{active}}},
+		},
+		"beside none": {
+			root: tree(append(append(port("mlx5_0", "1", "4: ACTIVE"), lib...), "sys/class/infiniband/mlx5_0/device/numa_node", "-1\n")...),
+			want: []Info{{"mlx5_0", -1, []PortInfo{active}}},
 		},
 		"attributes that cannot be read": {
 			root: tree(append(lib, "sys/class/infiniband/mlx5_0/ports/1/gids/0", "")...),
-			want: []Device{{"mlx5_0", []Port{{Number: 1, State: "unknown", LinkLayer: "unknown", Rate: "unknown"}}}},
+			want: []Info{{"mlx5_0", -1, []PortInfo{{Number: 1, State: "unknown", LinkLayer: "unknown", Rate: "unknown"}}}},
 			err:  "RDMA is not available: no active port: mlx5_0 port 1 is unknown",
 		},
 	} {
@@ -95,25 +105,26 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// Of this very machine the answer is devices or a reason. Where a device must
-// be, KVFERRY_RDMA_DEVICE names it.
+// Of this very machine the answer is devices or a reason. Where devices must
+// be, KVFERRY_RDMA_DEVICE names them.
 func TestThisMachine(t *testing.T) {
 	devices, err := Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH"))
 	if err != nil && !errors.Is(err, ErrUnavailable) {
 		t.Fatal(err)
 	}
 	t.Logf("devices %+v, reason %v", devices, err)
-	want := os.Getenv("KVFERRY_RDMA_DEVICE")
-	if want == "" {
+	names := os.Getenv("KVFERRY_RDMA_DEVICE")
+	if names == "" {
 		return
 	}
 	if err != nil {
 		t.Error(err)
 	}
-	for _, d := range devices {
-		if d.Name == want && len(d.Ports) > 0 && d.Ports[0].State == "ACTIVE" {
-			return
+	for want := range strings.SplitSeq(names, ",") {
+		if !slices.ContainsFunc(devices, func(d Info) bool {
+			return d.Name == want && len(d.Ports) > 0 && d.Ports[0].State == "ACTIVE"
+		}) {
+			t.Errorf("no active %s", want)
 		}
 	}
-	t.Errorf("no active %s", want)
 }

@@ -24,6 +24,7 @@ var table = []struct{ pkg, may string }{
 	{"internal/page", "internal/id"},
 	{"internal/memory", "internal/id"},
 	{"rdma", "internal/id"},
+	{"rdma/rdmatest", "internal/id rdma"},
 	{"cuda", "internal/id"},
 	{"internal/identity", "internal/id"},
 	{"cluster", "internal/id internal/identity"},
@@ -72,7 +73,7 @@ var fences = map[string]string{
 	"net/netip": "*",
 	// Who a peer is has one rule.
 	"crypto/tls":                          "internal/identity cluster transfer/tcp internal/node",
-	"testing":                             "transfer/transfertest",
+	"testing":                             "transfer/transfertest rdma/rdmatest",
 	"github.com/goccy/go-yaml":            "internal/config cmd/kvferry",
 	"github.com/hashicorp/memberlist":     "cluster",
 	"github.com/prometheus/client_golang": "internal/node",
