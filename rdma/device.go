@@ -114,7 +114,7 @@ func (d *Device) NUMANode() int { return numaNode(os.DirFS(d.sysfs), ".") }
 
 // GIDs reads the address table of a port, as it is now.
 func (d *Device) GIDs(port int) ([]GID, error) {
-	list, err := readGIDs(os.DirFS(d.sysfs), port)
+	list, err := ReadGIDs(os.DirFS(d.sysfs), port)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w (%s)", d.name, err, d.sysfs)
 	}

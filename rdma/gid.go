@@ -46,10 +46,10 @@ func (g GID) String() string {
 	return strings.TrimSpace(fmt.Sprintf("[%d] %s %s %s", g.Index, g.Addr.Unmap(), g.Type, g.NetDev))
 }
 
-// readGIDs reads the address table of a port from its device's directory in
+// ReadGIDs reads the address table of a port from its device's directory in
 // sysfs. The kernel offers it there to every user, with the framing and the
 // network device of each entry, which the plain verb does not tell.
-func readGIDs(device fs.FS, port int) ([]GID, error) {
+func ReadGIDs(device fs.FS, port int) ([]GID, error) {
 	dir := path.Join("ports", strconv.Itoa(port))
 	entries, err := fs.ReadDir(device, path.Join(dir, "gids"))
 	if err != nil {

@@ -99,7 +99,7 @@ func TestGIDsOfSysfs(t *testing.T) {
 	add(4, "2001:0db8:0000:0000:0000:0000:0000:0001", "", "") // an old kernel
 	m["ports/1/gids/x"] = file("fe80::1")
 	m["ports/1/gids/5"] = file("no address")
-	got, err := readGIDs(m, 1)
+	got, err := ReadGIDs(m, 1)
 	want := []GID{
 		{Index: 2, Addr: netip.MustParseAddr("fe80::77:ff:fe00:1"), Type: GIDIB, NetDev: "eth0"},
 		{Index: 4, Addr: netip.MustParseAddr("2001:db8::1")},
@@ -108,7 +108,7 @@ func TestGIDsOfSysfs(t *testing.T) {
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("got %v, %v\nwant %v", got, err, want)
 	}
-	if got, err := readGIDs(m, 2); err == nil {
+	if got, err := ReadGIDs(m, 2); err == nil {
 		t.Errorf("a port that is not there has %v", got)
 	}
 	if s := want[2].String(); s != "[10] 10.77.0.1 RoCE v2 eth0" {

@@ -43,7 +43,7 @@ func Probe(root fs.FS, libraryPath string) ([]Info, error) {
 	case len(devices) == 0:
 		return nil, fmt.Errorf("%w: no device in /%s (a card's driver makes one; for a software device: rdma link add rxe0 type rxe netdev NAME)", ErrUnavailable, class)
 	}
-	if !loadable(root, libraryPath) {
+	if Library(root, libraryPath) == "" {
 		return devices, fmt.Errorf("%w: the loader knows no %s (on Debian: apt-get install libibverbs1 ibverbs-providers)", ErrUnavailable, library)
 	}
 	var states []string
@@ -110,21 +110,26 @@ func numaNode(root fs.FS, dir string) int {
 	return n
 }
 
-// loadable tells whether the loader would find the library: by its path, its
-// cache, or in the folders that it always looks into.
-func loadable(root fs.FS, libraryPath string) bool {
+// Library is where the loader would find the verbs library on the machine whose
+// root directory is given: by its path (libraryPath is LD_LIBRARY_PATH), its
+// cache, or in the folders that it always looks into. It is a name in root; ""
+// if it is nowhere.
+func Library(root fs.FS, libraryPath string) string {
+	inside := func(dir string) string { return path.Join(strings.TrimLeft(path.Clean(dir), "/"), library) }
 	for dir := range strings.SplitSeq(libraryPath, ":") {
-		if _, err := fs.Stat(root, path.Join(strings.TrimPrefix(dir, "/"), library)); dir != "" && err == nil {
-			return true
+		if _, err := fs.Stat(root, inside(dir)); dir != "" && err == nil {
+			return inside(dir)
 		}
 	}
-	if cache, err := fs.ReadFile(root, "etc/ld.so.cache"); err == nil && bytes.Contains(cache, []byte("/"+library+"\x00")) {
-		return true
+	if cache, err := fs.ReadFile(root, "etc/ld.so.cache"); err == nil {
+		if before, _, found := bytes.Cut(cache, []byte("/"+library+"\x00")); found {
+			return inside(string(before[bytes.LastIndexByte(before, 0)+1:]))
+		}
 	}
 	for _, dir := range []string{"lib", "lib64", "usr/lib", "usr/lib64", "lib/*-linux-gnu", "usr/lib/*-linux-gnu"} {
 		if found, err := fs.Glob(root, path.Join(dir, library)); err == nil && len(found) > 0 {
-			return true
+			return found[0]
 		}
 	}
-	return false
+	return ""
 }

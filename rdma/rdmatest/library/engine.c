@@ -113,7 +113,19 @@ static bool here(struct context *c, uint32_t slot, uint32_t life, bool look)
 	if (p->pidfd == -2 || !look)
 		return true;
 	struct pollfd f = {.fd = p->pidfd, .events = POLLIN};
-	return poll(&f, 1, 0) == 0;
+	if (poll(&f, 1, 0) == 0)
+		return true;
+	close(p->pidfd); // of a process that has ended: nobody asks again
+	p->pidfd = -1;
+	return false;
+}
+
+// Lets go of the processes that have ended.
+static void forget(struct context *c)
+{
+	for (uint32_t i = 0; i < MAX_CONTEXTS; i++)
+		if (c->peers[i].life && c->peers[i].pidfd >= 0)
+			here(c, i, c->peers[i].life, true);
 }
 
 // The queue pair at the other end, if packets reach it and it takes them.
@@ -509,15 +521,17 @@ void *engine(void *context)
 				put(q->leaving, false);
 				pthread_cond_broadcast(&c->left);
 				pthread_mutex_unlock(&c->leave);
+				forget(c);
 				continue;
 			}
 			if (again < when)
 				when = again;
 			if (again == NEVER) {
-				// What is posted from here on queues it again.
+				// What is posted from here on queues it again, and so does who
+				// wants it to go.
 				*at = q->next;
 				__atomic_store_n(&q->queued, 0, __ATOMIC_SEQ_CST);
-				if (__atomic_load_n(&q->posted, __ATOMIC_SEQ_CST) != q->done)
+				if (__atomic_load_n(&q->posted, __ATOMIC_SEQ_CST) != q->done || __atomic_load_n(&q->leaving, __ATOMIC_SEQ_CST))
 					engine_queue(q);
 				continue;
 			}
