@@ -108,14 +108,17 @@ static bool here(struct context *c, uint32_t slot, uint32_t life, bool look)
 			p->pidfd = -1;
 		}
 	}
-	if (p->pidfd == -1 || s->generation != life || !get(s->pid))
+	if (p->pidfd == -1)
 		return false;
-	if (p->pidfd == -2 || !look)
-		return true;
-	struct pollfd f = {.fd = p->pidfd, .events = POLLIN};
-	if (poll(&f, 1, 0) == 0)
-		return true;
-	close(p->pidfd); // of a process that has ended: nobody asks again
+	if (s->generation == life && get(s->pid)) {
+		if (p->pidfd == -2 || !look)
+			return true;
+		struct pollfd f = {.fd = p->pidfd, .events = POLLIN};
+		if (poll(&f, 1, 0) == 0)
+			return true;
+	}
+	if (p->pidfd >= 0) // of a process, or a device of it, that has ended: nobody asks again
+		close(p->pidfd);
 	p->pidfd = -1;
 	return false;
 }

@@ -1,0 +1,481 @@
+package rdmaread
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/rdma"
+	"github.com/kvferry/kvferry/transfer"
+)
+
+// maxWindows is how many windows are under way on a port at once, of all links
+// together. One of them fills a port, where a queue pair can.
+const maxWindows = 16
+
+// device is an open device with this node's memory registered.
+type device struct {
+	t          *Transport
+	dev        *rdma.Device
+	pd         *rdma.PD
+	seals      *rdma.Region
+	arenas     [id.MaxRanks]*rdma.Region
+	open       []*rdma.Region // all of them, in order
+	local      [id.MaxRanks]region
+	offered    regions // as answers tell
+	registered uint64  // bytes
+	ports      []*port
+	stop       context.CancelFunc
+	watching   sync.WaitGroup
+}
+
+// port is a port of a device. It stays in the descriptor while it is down.
+type port struct {
+	d       *device
+	number  int
+	windows chan struct{} // one a window under way; whoever waits gets its turn in order
+
+	mu    sync.Mutex
+	info  rdma.Port
+	gids  []rdma.GID // that may be used, the best first; empty if there are none now
+	down  error      // why no lane may use it; nil: it works
+	since time.Time  // of down becoming nil
+}
+
+// name is the device's name, with the port if it has several.
+func (p *port) name() string {
+	if p.number == 1 {
+		return p.d.dev.Name()
+	}
+	return p.d.dev.Name() + ":" + strconv.Itoa(p.number)
+}
+
+// openDevices opens what the options name, or every device with an active port,
+// and registers the memory.
+func (t *Transport) openDevices() error {
+	if err := rdma.Load(t.o.Library); err != nil {
+		return err
+	}
+	wanted := t.o.Devices
+	named := len(wanted) > 0
+	if !named {
+		all, err := rdma.Devices()
+		if err != nil {
+			return err
+		}
+		wanted = all
+	}
+	var why []error // of devices that nobody named
+	for _, text := range wanted {
+		name, number, err := parseDevice(text)
+		if err != nil {
+			return err
+		}
+		err = t.openDevice(name, number)
+		switch {
+		case err != nil && named:
+			return err
+		case err != nil:
+			why = append(why, err)
+		}
+	}
+	if len(t.ports) > maxPorts {
+		return fmt.Errorf("%d ports, at most %d can be used; name those that are to be", len(t.ports), maxPorts)
+	}
+	if len(t.ports) == 0 {
+		if len(why) == 0 {
+			return fmt.Errorf("no device: %w", rdma.ErrUnavailable)
+		}
+		return fmt.Errorf("no device will do: %w: %w", rdma.ErrUnavailable, errors.Join(why...))
+	}
+	for _, e := range why {
+		t.o.Logger.Warn("an RDMA device is not used", "err", e)
+	}
+	return t.register()
+}
+
+// parseDevice takes "mlx5_0" or "mlx5_0:1"; number 0 is any.
+func parseDevice(text string) (name string, number int, err error) {
+	name, port, found := strings.Cut(text, ":")
+	if err := id.Node(name).Validate(); err != nil || len(name) > maxName {
+		return "", 0, fmt.Errorf("device %q: no name of a device", text)
+	}
+	if !found {
+		return name, 0, nil
+	}
+	if number, err = strconv.Atoi(port); err != nil || number < 1 || number > 255 {
+		return "", 0, fmt.Errorf("device %q: want a port from 1 to 255 behind the colon", text)
+	}
+	return name, number, nil
+}
+
+// openDevice adds the active ports of a device, or one.
+func (t *Transport) openDevice(name string, number int) error {
+	var d *device
+	for _, known := range t.devices {
+		if known.dev.Name() == name {
+			d = known
+		}
+	}
+	if d == nil {
+		dev, err := rdma.Open(name)
+		if err != nil {
+			return err
+		}
+		d = &device{t: t, dev: dev}
+		t.devices = append(t.devices, d)
+	}
+	numbers := []int{number}
+	if number == 0 {
+		numbers = d.numbers()
+	}
+	var why []error
+	for _, n := range numbers {
+		if slices.ContainsFunc(d.ports, func(p *port) bool { return p.number == n }) {
+			continue
+		}
+		p := &port{d: d, number: n, windows: make(chan struct{}, maxWindows)}
+		if err := p.refresh(); err != nil {
+			why = append(why, err)
+			continue
+		}
+		d.ports = append(d.ports, p)
+		t.ports = append(t.ports, p)
+	}
+	if len(d.ports) > 0 {
+		return nil
+	}
+	t.devices = slices.DeleteFunc(t.devices, func(other *device) bool { return other == d })
+	return errors.Join(append(why, d.dev.Close())...)
+}
+
+// numbers are the ports of a device, which the library tells by failing.
+func (d *device) numbers() (list []int) {
+	for n := 1; n < 256; n++ {
+		if _, err := d.dev.Port(n); err != nil {
+			break
+		}
+		list = append(list, n)
+	}
+	if len(list) == 0 {
+		list = []int{1} // whose error tells
+	}
+	return list
+}
+
+// refresh reads state and addresses of a port, and fails if it can't be used.
+func (p *port) refresh() error {
+	info, err := p.d.dev.Port(p.number)
+	if err != nil {
+		return err
+	}
+	gids, err := p.d.dev.GIDs(p.number)
+	if err != nil {
+		return err
+	}
+	gids, err = usable(gids, info.Link, p.d.t.o.GIDIndex)
+	if !info.Active {
+		err = fmt.Errorf("it is %s", info.State)
+	} else if info.Link != rdma.LinkEthernet && info.Link != rdma.LinkInfiniBand {
+		err = fmt.Errorf("its link layer is unknown (%d)", info.Link)
+	} else if info.ActiveMTU < minMTU || info.ActiveMTU > maxMTU {
+		err = fmt.Errorf("its MTU is unknown (%d)", info.ActiveMTU)
+	}
+	if err != nil {
+		err = fmt.Errorf("port %d of %s can't be used: %w", p.number, p.d.dev.Name(), err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.info, p.gids = info, gids
+	return err
+}
+
+// usable are the entries of an address table that may be used, the best first:
+// the one that was named; else no link-local one, and none that routers do not
+// pass on, unless there is nothing else.
+func usable(gids []rdma.GID, link rdma.LinkLayer, index *int) ([]rdma.GID, error) {
+	if index != nil {
+		for _, g := range gids {
+			if g.Index == *index {
+				return []rdma.GID{g}, nil
+			}
+		}
+		return nil, fmt.Errorf("it has no GID with the index %d", *index)
+	}
+	left := slices.Clone(gids)
+	if link == rdma.LinkEthernet {
+		for _, worse := range []func(rdma.GID) bool{
+			func(g rdma.GID) bool { a := g.Addr.Unmap(); return a.IsLinkLocalUnicast() || a.IsLoopback() },
+			func(g rdma.GID) bool { return g.Type != rdma.GIDRoCEv2 },
+		} {
+			if !slices.ContainsFunc(left, func(g rdma.GID) bool { return !worse(g) }) {
+				continue
+			}
+			left = slices.DeleteFunc(left, worse)
+		}
+	}
+	var list []rdma.GID
+	for len(left) > 0 {
+		best, err := rdma.ChooseGID(left, link, netip.Addr{})
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, best)
+		left = slices.DeleteFunc(left, func(g rdma.GID) bool { return g.Index == best.Index })
+	}
+	if len(list) == 0 {
+		return nil, errors.New("it has no address: bring its network device up, with an IP address, in this network namespace")
+	}
+	return list, nil
+}
+
+// register gives arenas and seal table to every device.
+func (t *Transport) register() error {
+	need := uint64(t.o.Local.Seals.Region().Size())
+	for _, a := range t.o.Local.Arenas {
+		need += uint64(a.Size())
+	}
+	if err := rdma.CheckMemlock(need * uint64(len(t.devices))); err != nil {
+		return fmt.Errorf("register %d bytes with each of %d devices: %w", need, len(t.devices), err)
+	}
+	for _, d := range t.devices {
+		if err := d.register(); err != nil {
+			return fmt.Errorf("device %s: %w", d.dev.Name(), err)
+		}
+		d.registered = need
+	}
+	return nil
+}
+
+func (d *device) register() (err error) {
+	if d.pd, err = d.dev.NewPD(); err != nil {
+		return err
+	}
+	// Seal words are read by their order: no relaxed ordering, on either side.
+	if d.seals, err = d.pin(d.t.o.Local.Seals.Region().Bytes(), rdma.RemoteRead); err != nil {
+		return fmt.Errorf("register the seal table: %w", err)
+	}
+	d.offered.seals = remoteOf(d.seals)
+	keys := len(d.offered.seals.keys)
+	for _, rank := range slices.Sorted(maps.Keys(d.t.o.Local.Arenas)) {
+		mem := d.t.o.Local.Arenas[rank].Bytes()
+		r, err := d.pin(mem, rdma.LocalWrite|rdma.RemoteRead|rdma.RelaxedOrdering)
+		if err != nil {
+			return fmt.Errorf("register the arena of rank %d: %w", int(rank), err)
+		}
+		d.arenas[rank] = r
+		d.local[rank], d.offered.arenas[rank] = localOf(r), remoteOf(r)
+		if keys += len(r.Keys()); keys > maxKeys {
+			return fmt.Errorf("the memory has more than %d slices of %d bytes", maxKeys, r.SliceBytes())
+		}
+	}
+	return nil
+}
+
+func (d *device) pin(mem []byte, access rdma.Access) (*rdma.Region, error) {
+	r, err := d.pd.Register(mem, access)
+	if err == nil {
+		d.open = append(d.open, r)
+	}
+	return r, err
+}
+
+// localOf is a region by the keys of this side, remoteOf by those for peers.
+func localOf(r *rdma.Region) region {
+	return regionOf(r, func(k rdma.Key) uint32 { return k.L })
+}
+
+func remoteOf(r *rdma.Region) region {
+	return regionOf(r, func(k rdma.Key) uint32 { return k.R })
+}
+
+func regionOf(r *rdma.Region, key func(rdma.Key) uint32) region {
+	out := region{addr: r.Addr(), bytes: r.Len(), slice: r.SliceBytes()}
+	for _, k := range r.Keys() {
+		out.keys = append(out.keys, key(k))
+	}
+	return out
+}
+
+// closeDevices closes what has been opened, in reverse order.
+func (t *Transport) closeDevices() error {
+	var errs []error
+	for _, d := range slices.Backward(t.devices) {
+		if d.stop != nil {
+			d.stop()
+		}
+		d.watching.Wait()
+		for _, r := range slices.Backward(d.open) {
+			errs = append(errs, r.Close())
+		}
+		if d.pd != nil {
+			errs = append(errs, d.pd.Close())
+		}
+		errs = append(errs, d.dev.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// watch begins to listen for events of the device.
+func (d *device) watch() {
+	ctx, cancel := context.WithCancel(context.Background())
+	d.stop = cancel
+	d.watching.Go(func() { d.listen(ctx) })
+}
+
+// listen does what events ask for, until ctx ends.
+func (d *device) listen(ctx context.Context) {
+	err := d.dev.Watch(ctx, d.happened)
+	if err == nil || ctx.Err() != nil {
+		return
+	}
+	for _, p := range d.ports {
+		p.fail(fmt.Errorf("the events of %s can't be read: %w", d.dev.Name(), err))
+	}
+}
+
+// happened takes one event.
+func (d *device) happened(e rdma.Event) {
+	if e.Kind == rdma.QPFatal {
+		d.t.breakLanes(func(n *lane) bool { return n.path.port.d == d && n.queue.qp.Num() == e.Element },
+			fmt.Errorf("%s says of queue pair %d: %s", d.dev.Name(), e.Element, e.Text))
+		return
+	}
+	for _, p := range d.ports {
+		if e.Kind != rdma.DeviceFatal && int(e.Element) != p.number {
+			continue
+		}
+		switch e.Kind {
+		case rdma.DeviceFatal:
+			p.fail(fmt.Errorf("%s has failed: %s; look at the kernel's log, and start this process anew", d.dev.Name(), e.Text))
+			d.t.dropServed(p)
+		case rdma.PortError:
+			p.fail(fmt.Errorf("port %d of %s is down: %s; look at its cable, its switch, or its network device", p.number, d.dev.Name(), e.Text))
+		case rdma.PortActive:
+			p.returned()
+		case rdma.GIDChange:
+			if err := p.refresh(); err != nil {
+				d.t.o.Logger.Warn("the addresses of an RDMA port have changed", "device", d.dev.Name(), "port", p.number, "err", err)
+			}
+		default: // of no meaning to reads
+		}
+	}
+}
+
+// fail breaks the lanes of a port, and lets it carry no others.
+func (p *port) fail(why error) {
+	p.mu.Lock()
+	was := p.down
+	p.down = why
+	p.mu.Unlock()
+	if was == nil {
+		p.d.t.o.Logger.Warn("an RDMA port is not used any more", "device", p.d.dev.Name(), "port", p.number, "err", why)
+	}
+	p.d.t.breakLanes(func(n *lane) bool { return n.path.port == p }, why)
+}
+
+// returned lets a port carry lanes again, after a moment.
+func (p *port) returned() {
+	err := p.refresh()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if was := p.down; was == nil {
+		return
+	}
+	if p.down = err; err == nil {
+		p.since = time.Now()
+		p.d.t.o.Logger.Info("an RDMA port is back", "device", p.d.dev.Name(), "port", p.number)
+	}
+}
+
+// works returns what a lane needs to know of a port, or why it can't have one.
+func (p *port) works() (rdma.Port, []rdma.GID, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.down != nil:
+		return p.info, nil, p.down
+	case time.Since(p.since) < p.d.t.o.hold:
+		return p.info, nil, fmt.Errorf("port %d of %s is only just back", p.number, p.d.dev.Name())
+	case len(p.gids) == 0:
+		return p.info, nil, fmt.Errorf("port %d of %s has no address any more", p.number, p.d.dev.Name())
+	}
+	return p.info, p.gids, nil
+}
+
+// describe is what the descriptor tells of a port, and pairing looks at.
+func (p *port) describe() remotePort {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := remotePort{
+		name: p.d.dev.Name(), link: p.info.Link, lid: p.info.LID,
+		reads: uint8(max(1, min(p.d.dev.Limits().MaxReadsServed, maxReads))),
+	}
+	for _, g := range p.gids[:min(len(p.gids), maxGIDs)] {
+		out.gids = append(out.gids, g.Addr)
+	}
+	return out
+}
+
+func (t *Transport) describe() (list []remotePort) {
+	for _, p := range t.ports {
+		list = append(list, p.describe())
+	}
+	return list
+}
+
+func (p *port) status() Path {
+	_, _, err := p.works()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := Path{Device: p.d.dev.Name(), Port: p.number, Link: p.info.Link.String(), State: "active"}
+	if len(p.gids) > 0 {
+		s.GID = p.gids[0].Addr.Unmap().String()
+	}
+	if err != nil {
+		s.State = err.Error()
+	}
+	return s
+}
+
+// self is our end of a queue pair on a port.
+func (p *port) self(info rdma.Port, gid netip.Addr, qp *rdma.QP, reads int) end {
+	mtu := info.ActiveMTU
+	if want := mtuOf(p.d.t.o.MTU); want != 0 {
+		mtu = min(mtu, want)
+	}
+	return end{qpn: qp.Num(), psn: newPSN(), gid: gid, lid: info.LID, link: info.Link, mtu: mtu, reads: uint8(reads)}
+}
+
+// route is the way from our end of a queue pair to the other.
+func (p *port) route(gid rdma.GID, ours, theirs end) (rdma.Path, error) {
+	if ours.link != theirs.link {
+		return rdma.Path{}, fmt.Errorf("the link layer is %s here and %s there: %w", ours.link, theirs.link, transfer.ErrUnavailable)
+	}
+	o := &p.d.t.o
+	to := rdma.Path{
+		Port: uint8(p.number), GIDIndex: uint8(gid.Index), HopLimit: 64, TrafficClass: o.TrafficClass, SL: o.ServiceLevel,
+		MTU: min(ours.mtu, theirs.mtu), Timeout: o.Timeout, RetryCount: o.RetryCount, RNRRetry: 6, MinRNRTimer: 12,
+		DLID: theirs.lid, DestQPN: theirs.qpn, RecvPSN: theirs.psn, SendPSN: ours.psn, DestGID: theirs.gid.As16(),
+		Global: ours.link == rdma.LinkEthernet || !sameSubnet(ours.gid, theirs.gid),
+	}
+	if ours.link == rdma.LinkEthernet && ours.gid.Is4In6() != theirs.gid.Is4In6() {
+		return rdma.Path{}, fmt.Errorf("the address is %s here and %s there, of another family: %w", ours.gid.Unmap(), theirs.gid.Unmap(), transfer.ErrUnavailable)
+	}
+	return to, nil
+}
+
+// sameSubnet compares the prefixes of two addresses of InfiniBand.
+func sameSubnet(a, b netip.Addr) bool {
+	x, y := a.As16(), b.As16()
+	return cmp.Compare(string(x[:8]), string(y[:8])) == 0
+}
