@@ -2300,6 +2300,231 @@ func (x *ConfigurationResponse) GetYaml() string {
 	return ""
 }
 
+type DoctorRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DoctorRequest) Reset() {
+	*x = DoctorRequest{}
+	mi := &file_admin_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DoctorRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DoctorRequest) ProtoMessage() {}
+
+func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DoctorRequest.ProtoReflect.Descriptor instead.
+func (*DoctorRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{34}
+}
+
+type DoctorResponse struct {
+	state         protoimpl.MessageState  `protogen:"open.v1"`
+	Node          string                  `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	Items         []*DoctorResponse_Check `protobuf:"bytes,2,rep,name=items,proto3" json:"items,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DoctorResponse) Reset() {
+	*x = DoctorResponse{}
+	mi := &file_admin_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DoctorResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DoctorResponse) ProtoMessage() {}
+
+func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DoctorResponse.ProtoReflect.Descriptor instead.
+func (*DoctorResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *DoctorResponse) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *DoctorResponse) GetItems() []*DoctorResponse_Check {
+	if x != nil {
+		return x.Items
+	}
+	return nil
+}
+
+type ProbeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"` // by name
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ProbeRequest) Reset() {
+	*x = ProbeRequest{}
+	mi := &file_admin_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ProbeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ProbeRequest) ProtoMessage() {}
+
+func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
+func (*ProbeRequest) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *ProbeRequest) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+type ProbeResponse struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Node        string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"` // that was read
+	Incarnation uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Address     string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`                         // of its peer service
+	Hello       *durationpb.Duration   `protobuf:"bytes,4,opt,name=hello,proto3" json:"hello,omitempty"`                             // that it took to answer one; absent: it did not
+	HelloError  string                 `protobuf:"bytes,5,opt,name=hello_error,json=helloError,proto3" json:"hello_error,omitempty"` // why not
+	// Difference is a field in which the two hold other KV: they exchange none.
+	Differences   []*Failure_Difference `protobuf:"bytes,6,rep,name=differences,proto3" json:"differences,omitempty"`
+	Items         []*ProbeResponse_Item `protobuf:"bytes,7,rep,name=items,proto3" json:"items,omitempty"` // in the order of transfer.transports
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ProbeResponse) Reset() {
+	*x = ProbeResponse{}
+	mi := &file_admin_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ProbeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ProbeResponse) ProtoMessage() {}
+
+func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
+func (*ProbeResponse) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *ProbeResponse) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *ProbeResponse) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *ProbeResponse) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *ProbeResponse) GetHello() *durationpb.Duration {
+	if x != nil {
+		return x.Hello
+	}
+	return nil
+}
+
+func (x *ProbeResponse) GetHelloError() string {
+	if x != nil {
+		return x.HelloError
+	}
+	return ""
+}
+
+func (x *ProbeResponse) GetDifferences() []*Failure_Difference {
+	if x != nil {
+		return x.Differences
+	}
+	return nil
+}
+
+func (x *ProbeResponse) GetItems() []*ProbeResponse_Item {
+	if x != nil {
+		return x.Items
+	}
+	return nil
+}
+
 type StatusResponse_Address struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // gossip peer data http engine
@@ -2310,7 +2535,7 @@ type StatusResponse_Address struct {
 
 func (x *StatusResponse_Address) Reset() {
 	*x = StatusResponse_Address{}
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2322,7 +2547,7 @@ func (x *StatusResponse_Address) String() string {
 func (*StatusResponse_Address) ProtoMessage() {}
 
 func (x *StatusResponse_Address) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2367,7 +2592,7 @@ type ArenaResponse_Stream struct {
 
 func (x *ArenaResponse_Stream) Reset() {
 	*x = ArenaResponse_Stream{}
-	mi := &file_admin_proto_msgTypes[35]
+	mi := &file_admin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2379,7 +2604,7 @@ func (x *ArenaResponse_Stream) String() string {
 func (*ArenaResponse_Stream) ProtoMessage() {}
 
 func (x *ArenaResponse_Stream) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[35]
+	mi := &file_admin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2456,7 +2681,7 @@ type PeerItem_Refusal struct {
 
 func (x *PeerItem_Refusal) Reset() {
 	*x = PeerItem_Refusal{}
-	mi := &file_admin_proto_msgTypes[36]
+	mi := &file_admin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2468,7 +2693,7 @@ func (x *PeerItem_Refusal) String() string {
 func (*PeerItem_Refusal) ProtoMessage() {}
 
 func (x *PeerItem_Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[36]
+	mi := &file_admin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2521,7 +2746,7 @@ type PageResponse_Publication struct {
 
 func (x *PageResponse_Publication) Reset() {
 	*x = PageResponse_Publication{}
-	mi := &file_admin_proto_msgTypes[37]
+	mi := &file_admin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2533,7 +2758,7 @@ func (x *PageResponse_Publication) String() string {
 func (*PageResponse_Publication) ProtoMessage() {}
 
 func (x *PageResponse_Publication) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[37]
+	mi := &file_admin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2610,7 +2835,7 @@ type DrainResponse_Cut struct {
 
 func (x *DrainResponse_Cut) Reset() {
 	*x = DrainResponse_Cut{}
-	mi := &file_admin_proto_msgTypes[38]
+	mi := &file_admin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2622,7 +2847,7 @@ func (x *DrainResponse_Cut) String() string {
 func (*DrainResponse_Cut) ProtoMessage() {}
 
 func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[38]
+	mi := &file_admin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2669,7 +2894,7 @@ type KeyringResponse_Key struct {
 
 func (x *KeyringResponse_Key) Reset() {
 	*x = KeyringResponse_Key{}
-	mi := &file_admin_proto_msgTypes[39]
+	mi := &file_admin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2681,7 +2906,7 @@ func (x *KeyringResponse_Key) String() string {
 func (*KeyringResponse_Key) ProtoMessage() {}
 
 func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[39]
+	mi := &file_admin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2723,7 +2948,7 @@ type KeyringResponse_Member struct {
 
 func (x *KeyringResponse_Member) Reset() {
 	*x = KeyringResponse_Member{}
-	mi := &file_admin_proto_msgTypes[40]
+	mi := &file_admin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2735,7 +2960,7 @@ func (x *KeyringResponse_Member) String() string {
 func (*KeyringResponse_Member) ProtoMessage() {}
 
 func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[40]
+	mi := &file_admin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2777,6 +3002,190 @@ func (x *KeyringResponse_Member) GetError() string {
 		return x.Error
 	}
 	return ""
+}
+
+type DoctorResponse_Check struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`   // such as "memory lock"
+	State         string                 `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"` // ok; warn: it works, and could be better; fail: it does not; absent: this machine has none
+	Found         string                 `protobuf:"bytes,3,opt,name=found,proto3" json:"found,omitempty"`
+	Remedy        string                 `protobuf:"bytes,4,opt,name=remedy,proto3" json:"remedy,omitempty"` // "" if there is nothing to do
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DoctorResponse_Check) Reset() {
+	*x = DoctorResponse_Check{}
+	mi := &file_admin_proto_msgTypes[45]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DoctorResponse_Check) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DoctorResponse_Check) ProtoMessage() {}
+
+func (x *DoctorResponse_Check) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[45]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DoctorResponse_Check.ProtoReflect.Descriptor instead.
+func (*DoctorResponse_Check) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{35, 0}
+}
+
+func (x *DoctorResponse_Check) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *DoctorResponse_Check) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *DoctorResponse_Check) GetFound() string {
+	if x != nil {
+		return x.Found
+	}
+	return ""
+}
+
+func (x *DoctorResponse_Check) GetRemedy() string {
+	if x != nil {
+		return x.Remedy
+	}
+	return ""
+}
+
+type ProbeResponse_Item struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
+	State         string                 `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`   // ok; fail: it should work and does not; absent: not between these two
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"` // why it is not ok
+	Remedy        string                 `protobuf:"bytes,4,opt,name=remedy,proto3" json:"remedy,omitempty"`
+	Bytes         uint64                 `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"` // that each read has brought
+	Open          *durationpb.Duration   `protobuf:"bytes,6,opt,name=open,proto3" json:"open,omitempty"`    // that each step took; absent: it was not reached
+	First         *durationpb.Duration   `protobuf:"bytes,7,opt,name=first,proto3" json:"first,omitempty"`
+	Second        *durationpb.Duration   `protobuf:"bytes,8,opt,name=second,proto3" json:"second,omitempty"`
+	Path          string                 `protobuf:"bytes,9,opt,name=path,proto3" json:"path,omitempty"`                  // where the peer was read, as the transport says it: an address, devices; "": it does not
+	InUse         bool                   `protobuf:"varint,10,opt,name=in_use,json=inUse,proto3" json:"in_use,omitempty"` // the node reads this peer by it now
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ProbeResponse_Item) Reset() {
+	*x = ProbeResponse_Item{}
+	mi := &file_admin_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ProbeResponse_Item) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ProbeResponse_Item) ProtoMessage() {}
+
+func (x *ProbeResponse_Item) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ProbeResponse_Item.ProtoReflect.Descriptor instead.
+func (*ProbeResponse_Item) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{37, 0}
+}
+
+func (x *ProbeResponse_Item) GetTransport() string {
+	if x != nil {
+		return x.Transport
+	}
+	return ""
+}
+
+func (x *ProbeResponse_Item) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *ProbeResponse_Item) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *ProbeResponse_Item) GetRemedy() string {
+	if x != nil {
+		return x.Remedy
+	}
+	return ""
+}
+
+func (x *ProbeResponse_Item) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *ProbeResponse_Item) GetOpen() *durationpb.Duration {
+	if x != nil {
+		return x.Open
+	}
+	return nil
+}
+
+func (x *ProbeResponse_Item) GetFirst() *durationpb.Duration {
+	if x != nil {
+		return x.First
+	}
+	return nil
+}
+
+func (x *ProbeResponse_Item) GetSecond() *durationpb.Duration {
+	if x != nil {
+		return x.Second
+	}
+	return nil
+}
+
+func (x *ProbeResponse_Item) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *ProbeResponse_Item) GetInUse() bool {
+	if x != nil {
+		return x.InUse
+	}
+	return false
 }
 
 var File_admin_proto protoreflect.FileDescriptor
@@ -3012,7 +3421,39 @@ const file_admin_proto_rawDesc = "" +
 	"\x05error\x18\x04 \x01(\tR\x05error\"\x16\n" +
 	"\x14ConfigurationRequest\"+\n" +
 	"\x15ConfigurationResponse\x12\x12\n" +
-	"\x04yaml\x18\x01 \x01(\tR\x04yaml2\x86\b\n" +
+	"\x04yaml\x18\x01 \x01(\tR\x04yaml\"\x0f\n" +
+	"\rDoctorRequest\"\xbd\x01\n" +
+	"\x0eDoctorResponse\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x126\n" +
+	"\x05items\x18\x02 \x03(\v2 .kvferry.v1.DoctorResponse.CheckR\x05items\x1a_\n" +
+	"\x05Check\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\x12\x14\n" +
+	"\x05found\x18\x03 \x01(\tR\x05found\x12\x16\n" +
+	"\x06remedy\x18\x04 \x01(\tR\x06remedy\"\"\n" +
+	"\fProbeRequest\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\"\xea\x04\n" +
+	"\rProbeResponse\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
+	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x18\n" +
+	"\aaddress\x18\x03 \x01(\tR\aaddress\x12/\n" +
+	"\x05hello\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x05hello\x12\x1f\n" +
+	"\vhello_error\x18\x05 \x01(\tR\n" +
+	"helloError\x12@\n" +
+	"\vdifferences\x18\x06 \x03(\v2\x1e.kvferry.v1.Failure.DifferenceR\vdifferences\x124\n" +
+	"\x05items\x18\a \x03(\v2\x1e.kvferry.v1.ProbeResponse.ItemR\x05items\x1a\xbe\x02\n" +
+	"\x04Item\x12\x1c\n" +
+	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x16\n" +
+	"\x06remedy\x18\x04 \x01(\tR\x06remedy\x12\x14\n" +
+	"\x05bytes\x18\x05 \x01(\x04R\x05bytes\x12-\n" +
+	"\x04open\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x04open\x12/\n" +
+	"\x05first\x18\a \x01(\v2\x19.google.protobuf.DurationR\x05first\x121\n" +
+	"\x06second\x18\b \x01(\v2\x19.google.protobuf.DurationR\x06second\x12\x12\n" +
+	"\x04path\x18\t \x01(\tR\x04path\x12\x15\n" +
+	"\x06in_use\x18\n" +
+	" \x01(\bR\x05inUse2\x85\t\n" +
 	"\x05Admin\x12?\n" +
 	"\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12B\n" +
 	"\aMembers\x12\x1a.kvferry.v1.MembersRequest\x1a\x1b.kvferry.v1.MembersResponse\x12Q\n" +
@@ -3029,7 +3470,9 @@ const file_admin_proto_rawDesc = "" +
 	"\x05Leave\x12\x18.kvferry.v1.LeaveRequest\x1a\x19.kvferry.v1.LeaveResponse\x129\n" +
 	"\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse\x12B\n" +
 	"\aKeyring\x12\x1a.kvferry.v1.KeyringRequest\x1a\x1b.kvferry.v1.KeyringResponse\x12T\n" +
-	"\rConfiguration\x12 .kvferry.v1.ConfigurationRequest\x1a!.kvferry.v1.ConfigurationResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
+	"\rConfiguration\x12 .kvferry.v1.ConfigurationRequest\x1a!.kvferry.v1.ConfigurationResponse\x12?\n" +
+	"\x06Doctor\x12\x19.kvferry.v1.DoctorRequest\x1a\x1a.kvferry.v1.DoctorResponse\x12<\n" +
+	"\x05Probe\x12\x18.kvferry.v1.ProbeRequest\x1a\x19.kvferry.v1.ProbeResponseB*Z(github.com/kvferry/kvferry/api/kvferrypbb\x06proto3"
 
 var (
 	file_admin_proto_rawDescOnce sync.Once
@@ -3044,7 +3487,7 @@ func file_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_admin_proto_goTypes = []any{
 	(KeyringRequest_Operation)(0),    // 0: kvferry.v1.KeyringRequest.Operation
 	(*StatusRequest)(nil),            // 1: kvferry.v1.StatusRequest
@@ -3081,81 +3524,99 @@ var file_admin_proto_goTypes = []any{
 	(*KeyringResponse)(nil),          // 32: kvferry.v1.KeyringResponse
 	(*ConfigurationRequest)(nil),     // 33: kvferry.v1.ConfigurationRequest
 	(*ConfigurationResponse)(nil),    // 34: kvferry.v1.ConfigurationResponse
-	(*StatusResponse_Address)(nil),   // 35: kvferry.v1.StatusResponse.Address
-	(*ArenaResponse_Stream)(nil),     // 36: kvferry.v1.ArenaResponse.Stream
-	(*PeerItem_Refusal)(nil),         // 37: kvferry.v1.PeerItem.Refusal
-	(*PageResponse_Publication)(nil), // 38: kvferry.v1.PageResponse.Publication
-	(*DrainResponse_Cut)(nil),        // 39: kvferry.v1.DrainResponse.Cut
-	(*KeyringResponse_Key)(nil),      // 40: kvferry.v1.KeyringResponse.Key
-	(*KeyringResponse_Member)(nil),   // 41: kvferry.v1.KeyringResponse.Member
-	(*durationpb.Duration)(nil),      // 42: google.protobuf.Duration
-	(*Geometry)(nil),                 // 43: kvferry.v1.Geometry
-	(*OffloadResponse)(nil),          // 44: kvferry.v1.OffloadResponse
-	(*ReloadResponse)(nil),           // 45: kvferry.v1.ReloadResponse
+	(*DoctorRequest)(nil),            // 35: kvferry.v1.DoctorRequest
+	(*DoctorResponse)(nil),           // 36: kvferry.v1.DoctorResponse
+	(*ProbeRequest)(nil),             // 37: kvferry.v1.ProbeRequest
+	(*ProbeResponse)(nil),            // 38: kvferry.v1.ProbeResponse
+	(*StatusResponse_Address)(nil),   // 39: kvferry.v1.StatusResponse.Address
+	(*ArenaResponse_Stream)(nil),     // 40: kvferry.v1.ArenaResponse.Stream
+	(*PeerItem_Refusal)(nil),         // 41: kvferry.v1.PeerItem.Refusal
+	(*PageResponse_Publication)(nil), // 42: kvferry.v1.PageResponse.Publication
+	(*DrainResponse_Cut)(nil),        // 43: kvferry.v1.DrainResponse.Cut
+	(*KeyringResponse_Key)(nil),      // 44: kvferry.v1.KeyringResponse.Key
+	(*KeyringResponse_Member)(nil),   // 45: kvferry.v1.KeyringResponse.Member
+	(*DoctorResponse_Check)(nil),     // 46: kvferry.v1.DoctorResponse.Check
+	(*ProbeResponse_Item)(nil),       // 47: kvferry.v1.ProbeResponse.Item
+	(*durationpb.Duration)(nil),      // 48: google.protobuf.Duration
+	(*Geometry)(nil),                 // 49: kvferry.v1.Geometry
+	(*Failure_Difference)(nil),       // 50: kvferry.v1.Failure.Difference
+	(*OffloadResponse)(nil),          // 51: kvferry.v1.OffloadResponse
+	(*ReloadResponse)(nil),           // 52: kvferry.v1.ReloadResponse
 }
 var file_admin_proto_depIdxs = []int32{
-	42, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
-	43, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
-	35, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
+	48, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
+	49, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
+	39, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
 	3,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
 	4,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
 	6,  // 5: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
-	42, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
-	42, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
+	48, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
+	48, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
 	9,  // 8: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
-	42, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
+	48, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
 	12, // 10: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
 	3,  // 11: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
-	43, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
-	36, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
-	37, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
-	43, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
+	49, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
+	40, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
+	41, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
+	49, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
 	17, // 16: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
-	38, // 17: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
-	42, // 18: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	42, // 19: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
-	39, // 20: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
+	42, // 17: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
+	48, // 18: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	48, // 19: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
+	43, // 20: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
 	0,  // 21: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
-	40, // 22: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
-	41, // 23: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
-	42, // 24: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
-	42, // 25: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
-	42, // 26: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
-	1,  // 27: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	5,  // 28: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	8,  // 29: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	11, // 30: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	14, // 31: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	16, // 32: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	19, // 33: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	21, // 34: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
-	23, // 35: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
-	24, // 36: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
-	25, // 37: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
-	27, // 38: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
-	29, // 39: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
-	31, // 40: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
-	33, // 41: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
-	2,  // 42: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	7,  // 43: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	10, // 44: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	13, // 45: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	15, // 46: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	18, // 47: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	20, // 48: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	22, // 49: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
-	44, // 50: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
-	45, // 51: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
-	26, // 52: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
-	28, // 53: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
-	30, // 54: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
-	32, // 55: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
-	34, // 56: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
-	42, // [42:57] is the sub-list for method output_type
-	27, // [27:42] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	44, // 22: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
+	45, // 23: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
+	46, // 24: kvferry.v1.DoctorResponse.items:type_name -> kvferry.v1.DoctorResponse.Check
+	48, // 25: kvferry.v1.ProbeResponse.hello:type_name -> google.protobuf.Duration
+	50, // 26: kvferry.v1.ProbeResponse.differences:type_name -> kvferry.v1.Failure.Difference
+	47, // 27: kvferry.v1.ProbeResponse.items:type_name -> kvferry.v1.ProbeResponse.Item
+	48, // 28: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
+	48, // 29: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
+	48, // 30: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
+	48, // 31: kvferry.v1.ProbeResponse.Item.open:type_name -> google.protobuf.Duration
+	48, // 32: kvferry.v1.ProbeResponse.Item.first:type_name -> google.protobuf.Duration
+	48, // 33: kvferry.v1.ProbeResponse.Item.second:type_name -> google.protobuf.Duration
+	1,  // 34: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	5,  // 35: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	8,  // 36: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	11, // 37: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	14, // 38: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	16, // 39: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	19, // 40: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	21, // 41: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
+	23, // 42: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
+	24, // 43: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
+	25, // 44: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	27, // 45: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	29, // 46: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	31, // 47: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	33, // 48: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	35, // 49: kvferry.v1.Admin.Doctor:input_type -> kvferry.v1.DoctorRequest
+	37, // 50: kvferry.v1.Admin.Probe:input_type -> kvferry.v1.ProbeRequest
+	2,  // 51: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	7,  // 52: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	10, // 53: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	13, // 54: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	15, // 55: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	18, // 56: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	20, // 57: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	22, // 58: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
+	51, // 59: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
+	52, // 60: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
+	26, // 61: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	28, // 62: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	30, // 63: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	32, // 64: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	34, // 65: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	36, // 66: kvferry.v1.Admin.Doctor:output_type -> kvferry.v1.DoctorResponse
+	38, // 67: kvferry.v1.Admin.Probe:output_type -> kvferry.v1.ProbeResponse
+	51, // [51:68] is the sub-list for method output_type
+	34, // [34:51] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -3171,7 +3632,7 @@ func file_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_admin_proto_rawDesc), len(file_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   41,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

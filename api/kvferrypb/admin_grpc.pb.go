@@ -34,6 +34,8 @@ const (
 	Admin_Join_FullMethodName          = "/kvferry.v1.Admin/Join"
 	Admin_Keyring_FullMethodName       = "/kvferry.v1.Admin/Keyring"
 	Admin_Configuration_FullMethodName = "/kvferry.v1.Admin/Configuration"
+	Admin_Doctor_FullMethodName        = "/kvferry.v1.Admin/Doctor"
+	Admin_Probe_FullMethodName         = "/kvferry.v1.Admin/Probe"
 )
 
 // AdminClient is the client API for Admin service.
@@ -71,6 +73,13 @@ type AdminClient interface {
 	Keyring(ctx context.Context, in *KeyringRequest, opts ...grpc.CallOption) (*KeyringResponse, error)
 	// Configuration is what this node runs with, defaults filled in, secrets left out.
 	Configuration(ctx context.Context, in *ConfigurationRequest, opts ...grpc.CallOption) (*ConfigurationResponse, error)
+	// Doctor says what the node's process finds on its machine: what it may do can
+	// be other than what the caller's shell may.
+	Doctor(ctx context.Context, in *DoctorRequest, opts ...grpc.CallOption) (*DoctorResponse, error)
+	// Probe reads a page of another node by each transport, one after the other,
+	// into a page that nobody uses. What does not work is an item of the answer; an
+	// error is that nothing could be tried. It ends before the caller's deadline.
+	Probe(ctx context.Context, in *ProbeRequest, opts ...grpc.CallOption) (*ProbeResponse, error)
 }
 
 type adminClient struct {
@@ -240,6 +249,26 @@ func (c *adminClient) Configuration(ctx context.Context, in *ConfigurationReques
 	return out, nil
 }
 
+func (c *adminClient) Doctor(ctx context.Context, in *DoctorRequest, opts ...grpc.CallOption) (*DoctorResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DoctorResponse)
+	err := c.cc.Invoke(ctx, Admin_Doctor_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Probe(ctx context.Context, in *ProbeRequest, opts ...grpc.CallOption) (*ProbeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ProbeResponse)
+	err := c.cc.Invoke(ctx, Admin_Probe_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // AdminServer is the server API for Admin service.
 // All implementations must embed UnimplementedAdminServer
 // for forward compatibility.
@@ -275,6 +304,13 @@ type AdminServer interface {
 	Keyring(context.Context, *KeyringRequest) (*KeyringResponse, error)
 	// Configuration is what this node runs with, defaults filled in, secrets left out.
 	Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error)
+	// Doctor says what the node's process finds on its machine: what it may do can
+	// be other than what the caller's shell may.
+	Doctor(context.Context, *DoctorRequest) (*DoctorResponse, error)
+	// Probe reads a page of another node by each transport, one after the other,
+	// into a page that nobody uses. What does not work is an item of the answer; an
+	// error is that nothing could be tried. It ends before the caller's deadline.
+	Probe(context.Context, *ProbeRequest) (*ProbeResponse, error)
 	mustEmbedUnimplementedAdminServer()
 }
 
@@ -329,6 +365,12 @@ func (UnimplementedAdminServer) Keyring(context.Context, *KeyringRequest) (*Keyr
 }
 func (UnimplementedAdminServer) Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Configuration not implemented")
+}
+func (UnimplementedAdminServer) Doctor(context.Context, *DoctorRequest) (*DoctorResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Doctor not implemented")
+}
+func (UnimplementedAdminServer) Probe(context.Context, *ProbeRequest) (*ProbeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Probe not implemented")
 }
 func (UnimplementedAdminServer) mustEmbedUnimplementedAdminServer() {}
 func (UnimplementedAdminServer) testEmbeddedByValue()               {}
@@ -614,6 +656,42 @@ func _Admin_Configuration_Handler(srv interface{}, ctx context.Context, dec func
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Admin_Doctor_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DoctorRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Doctor(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Doctor_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Doctor(ctx, req.(*DoctorRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Probe_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ProbeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Probe(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Probe_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Probe(ctx, req.(*ProbeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Admin_ServiceDesc is the grpc.ServiceDesc for Admin service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -676,6 +754,14 @@ var Admin_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Configuration",
 			Handler:    _Admin_Configuration_Handler,
+		},
+		{
+			MethodName: "Doctor",
+			Handler:    _Admin_Doctor_Handler,
+		},
+		{
+			MethodName: "Probe",
+			Handler:    _Admin_Probe_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -70,7 +70,7 @@ func (x CompleteItem_Outcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use CompleteItem_Outcome.Descriptor instead.
 func (CompleteItem_Outcome) EnumDescriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{16, 0}
+	return file_peer_proto_rawDescGZIP(), []int{18, 0}
 }
 
 type Life struct {
@@ -397,6 +397,134 @@ func (x *HelloResponse) GetTransports() []*Transport {
 	return nil
 }
 
+type LinkRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	From          *Life                  `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	To            string                 `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
+	ToIncarnation uint64                 `protobuf:"varint,3,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"`
+	Transport     string                 `protobuf:"bytes,4,opt,name=transport,proto3" json:"transport,omitempty"` // its name
+	Hello         []byte                 `protobuf:"bytes,5,opt,name=hello,proto3" json:"hello,omitempty"`         // opaque to others
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LinkRequest) Reset() {
+	*x = LinkRequest{}
+	mi := &file_peer_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LinkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LinkRequest) ProtoMessage() {}
+
+func (x *LinkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_peer_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LinkRequest.ProtoReflect.Descriptor instead.
+func (*LinkRequest) Descriptor() ([]byte, []int) {
+	return file_peer_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *LinkRequest) GetFrom() *Life {
+	if x != nil {
+		return x.From
+	}
+	return nil
+}
+
+func (x *LinkRequest) GetTo() string {
+	if x != nil {
+		return x.To
+	}
+	return ""
+}
+
+func (x *LinkRequest) GetToIncarnation() uint64 {
+	if x != nil {
+		return x.ToIncarnation
+	}
+	return 0
+}
+
+func (x *LinkRequest) GetTransport() string {
+	if x != nil {
+		return x.Transport
+	}
+	return ""
+}
+
+func (x *LinkRequest) GetHello() []byte {
+	if x != nil {
+		return x.Hello
+	}
+	return nil
+}
+
+type LinkResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Life          *Life                  `protobuf:"bytes,1,opt,name=life,proto3" json:"life,omitempty"`
+	Answer        []byte                 `protobuf:"bytes,2,opt,name=answer,proto3" json:"answer,omitempty"` // opaque to others
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LinkResponse) Reset() {
+	*x = LinkResponse{}
+	mi := &file_peer_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LinkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LinkResponse) ProtoMessage() {}
+
+func (x *LinkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_peer_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LinkResponse.ProtoReflect.Descriptor instead.
+func (*LinkResponse) Descriptor() ([]byte, []int) {
+	return file_peer_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *LinkResponse) GetLife() *Life {
+	if x != nil {
+		return x.Life
+	}
+	return nil
+}
+
+func (x *LinkResponse) GetAnswer() []byte {
+	if x != nil {
+		return x.Answer
+	}
+	return nil
+}
+
 // Announcement is one publication with all its page lists: a gossip message
 // (docs/wire.md) and the whole request id.
 type Announcement struct {
@@ -409,7 +537,7 @@ type Announcement struct {
 
 func (x *Announcement) Reset() {
 	*x = Announcement{}
-	mi := &file_peer_proto_msgTypes[5]
+	mi := &file_peer_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -421,7 +549,7 @@ func (x *Announcement) String() string {
 func (*Announcement) ProtoMessage() {}
 
 func (x *Announcement) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[5]
+	mi := &file_peer_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -434,7 +562,7 @@ func (x *Announcement) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Announcement.ProtoReflect.Descriptor instead.
 func (*Announcement) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{5}
+	return file_peer_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Announcement) GetMessage() []byte {
@@ -461,7 +589,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_peer_proto_msgTypes[6]
+	mi := &file_peer_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -473,7 +601,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[6]
+	mi := &file_peer_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -486,7 +614,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{6}
+	return file_peer_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Ended) GetSequence() uint64 {
@@ -517,7 +645,7 @@ type PushRequest struct {
 
 func (x *PushRequest) Reset() {
 	*x = PushRequest{}
-	mi := &file_peer_proto_msgTypes[7]
+	mi := &file_peer_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -529,7 +657,7 @@ func (x *PushRequest) String() string {
 func (*PushRequest) ProtoMessage() {}
 
 func (x *PushRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[7]
+	mi := &file_peer_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -542,7 +670,7 @@ func (x *PushRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PushRequest.ProtoReflect.Descriptor instead.
 func (*PushRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{7}
+	return file_peer_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *PushRequest) GetFrom() *Life {
@@ -602,7 +730,7 @@ type PushResponse struct {
 
 func (x *PushResponse) Reset() {
 	*x = PushResponse{}
-	mi := &file_peer_proto_msgTypes[8]
+	mi := &file_peer_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -614,7 +742,7 @@ func (x *PushResponse) String() string {
 func (*PushResponse) ProtoMessage() {}
 
 func (x *PushResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[8]
+	mi := &file_peer_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -627,7 +755,7 @@ func (x *PushResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PushResponse.ProtoReflect.Descriptor instead.
 func (*PushResponse) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{8}
+	return file_peer_proto_rawDescGZIP(), []int{10}
 }
 
 type LookupRequest struct {
@@ -641,7 +769,7 @@ type LookupRequest struct {
 
 func (x *LookupRequest) Reset() {
 	*x = LookupRequest{}
-	mi := &file_peer_proto_msgTypes[9]
+	mi := &file_peer_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -653,7 +781,7 @@ func (x *LookupRequest) String() string {
 func (*LookupRequest) ProtoMessage() {}
 
 func (x *LookupRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[9]
+	mi := &file_peer_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -666,7 +794,7 @@ func (x *LookupRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupRequest.ProtoReflect.Descriptor instead.
 func (*LookupRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{9}
+	return file_peer_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *LookupRequest) GetIncarnation() uint64 {
@@ -702,7 +830,7 @@ type LookupResponse struct {
 
 func (x *LookupResponse) Reset() {
 	*x = LookupResponse{}
-	mi := &file_peer_proto_msgTypes[10]
+	mi := &file_peer_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -714,7 +842,7 @@ func (x *LookupResponse) String() string {
 func (*LookupResponse) ProtoMessage() {}
 
 func (x *LookupResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[10]
+	mi := &file_peer_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -727,7 +855,7 @@ func (x *LookupResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupResponse.ProtoReflect.Descriptor instead.
 func (*LookupResponse) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{10}
+	return file_peer_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LookupResponse) GetAnnouncement() *Announcement {
@@ -753,7 +881,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_peer_proto_msgTypes[11]
+	mi := &file_peer_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -765,7 +893,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[11]
+	mi := &file_peer_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -778,7 +906,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{11}
+	return file_peer_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SnapshotRequest) GetIncarnation() uint64 {
@@ -797,7 +925,7 @@ type SnapshotItem struct {
 
 func (x *SnapshotItem) Reset() {
 	*x = SnapshotItem{}
-	mi := &file_peer_proto_msgTypes[12]
+	mi := &file_peer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -809,7 +937,7 @@ func (x *SnapshotItem) String() string {
 func (*SnapshotItem) ProtoMessage() {}
 
 func (x *SnapshotItem) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[12]
+	mi := &file_peer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -822,7 +950,7 @@ func (x *SnapshotItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotItem.ProtoReflect.Descriptor instead.
 func (*SnapshotItem) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{12}
+	return file_peer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SnapshotItem) GetMessage() []byte {
@@ -842,7 +970,7 @@ type LeaseItem struct {
 
 func (x *LeaseItem) Reset() {
 	*x = LeaseItem{}
-	mi := &file_peer_proto_msgTypes[13]
+	mi := &file_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -854,7 +982,7 @@ func (x *LeaseItem) String() string {
 func (*LeaseItem) ProtoMessage() {}
 
 func (x *LeaseItem) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[13]
+	mi := &file_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -867,7 +995,7 @@ func (x *LeaseItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseItem.ProtoReflect.Descriptor instead.
 func (*LeaseItem) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{13}
+	return file_peer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *LeaseItem) GetSequence() uint64 {
@@ -895,7 +1023,7 @@ type LeaseRequest struct {
 
 func (x *LeaseRequest) Reset() {
 	*x = LeaseRequest{}
-	mi := &file_peer_proto_msgTypes[14]
+	mi := &file_peer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -907,7 +1035,7 @@ func (x *LeaseRequest) String() string {
 func (*LeaseRequest) ProtoMessage() {}
 
 func (x *LeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[14]
+	mi := &file_peer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -920,7 +1048,7 @@ func (x *LeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseRequest.ProtoReflect.Descriptor instead.
 func (*LeaseRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{14}
+	return file_peer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *LeaseRequest) GetIncarnation() uint64 {
@@ -953,7 +1081,7 @@ type LeaseResponse struct {
 
 func (x *LeaseResponse) Reset() {
 	*x = LeaseResponse{}
-	mi := &file_peer_proto_msgTypes[15]
+	mi := &file_peer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1093,7 @@ func (x *LeaseResponse) String() string {
 func (*LeaseResponse) ProtoMessage() {}
 
 func (x *LeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[15]
+	mi := &file_peer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1106,7 @@ func (x *LeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseResponse.ProtoReflect.Descriptor instead.
 func (*LeaseResponse) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{15}
+	return file_peer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *LeaseResponse) GetResults() []*LeaseResponse_Result {
@@ -999,7 +1127,7 @@ type CompleteItem struct {
 
 func (x *CompleteItem) Reset() {
 	*x = CompleteItem{}
-	mi := &file_peer_proto_msgTypes[16]
+	mi := &file_peer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1011,7 +1139,7 @@ func (x *CompleteItem) String() string {
 func (*CompleteItem) ProtoMessage() {}
 
 func (x *CompleteItem) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[16]
+	mi := &file_peer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1024,7 +1152,7 @@ func (x *CompleteItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteItem.ProtoReflect.Descriptor instead.
 func (*CompleteItem) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{16}
+	return file_peer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CompleteItem) GetSequence() uint64 {
@@ -1059,7 +1187,7 @@ type CompleteRequest struct {
 
 func (x *CompleteRequest) Reset() {
 	*x = CompleteRequest{}
-	mi := &file_peer_proto_msgTypes[17]
+	mi := &file_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1071,7 +1199,7 @@ func (x *CompleteRequest) String() string {
 func (*CompleteRequest) ProtoMessage() {}
 
 func (x *CompleteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[17]
+	mi := &file_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1084,7 +1212,7 @@ func (x *CompleteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRequest.ProtoReflect.Descriptor instead.
 func (*CompleteRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{17}
+	return file_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CompleteRequest) GetIncarnation() uint64 {
@@ -1117,7 +1245,7 @@ type CompleteResponse struct {
 
 func (x *CompleteResponse) Reset() {
 	*x = CompleteResponse{}
-	mi := &file_peer_proto_msgTypes[18]
+	mi := &file_peer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1129,7 +1257,7 @@ func (x *CompleteResponse) String() string {
 func (*CompleteResponse) ProtoMessage() {}
 
 func (x *CompleteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[18]
+	mi := &file_peer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1142,7 +1270,7 @@ func (x *CompleteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteResponse.ProtoReflect.Descriptor instead.
 func (*CompleteResponse) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{18}
+	return file_peer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CompleteResponse) GetResults() []string {
@@ -1162,7 +1290,7 @@ type WarmupRequest struct {
 
 func (x *WarmupRequest) Reset() {
 	*x = WarmupRequest{}
-	mi := &file_peer_proto_msgTypes[19]
+	mi := &file_peer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1174,7 +1302,7 @@ func (x *WarmupRequest) String() string {
 func (*WarmupRequest) ProtoMessage() {}
 
 func (x *WarmupRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[19]
+	mi := &file_peer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1187,7 +1315,7 @@ func (x *WarmupRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmupRequest.ProtoReflect.Descriptor instead.
 func (*WarmupRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{19}
+	return file_peer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *WarmupRequest) GetIncarnation() uint64 {
@@ -1216,7 +1344,7 @@ type WarmupResponse struct {
 
 func (x *WarmupResponse) Reset() {
 	*x = WarmupResponse{}
-	mi := &file_peer_proto_msgTypes[20]
+	mi := &file_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1228,7 +1356,7 @@ func (x *WarmupResponse) String() string {
 func (*WarmupResponse) ProtoMessage() {}
 
 func (x *WarmupResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[20]
+	mi := &file_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1241,7 +1369,7 @@ func (x *WarmupResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmupResponse.ProtoReflect.Descriptor instead.
 func (*WarmupResponse) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{20}
+	return file_peer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *WarmupResponse) GetRanks() []uint32 {
@@ -1286,7 +1414,7 @@ type ChecksumsRequest struct {
 
 func (x *ChecksumsRequest) Reset() {
 	*x = ChecksumsRequest{}
-	mi := &file_peer_proto_msgTypes[21]
+	mi := &file_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1298,7 +1426,7 @@ func (x *ChecksumsRequest) String() string {
 func (*ChecksumsRequest) ProtoMessage() {}
 
 func (x *ChecksumsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[21]
+	mi := &file_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1311,7 +1439,7 @@ func (x *ChecksumsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumsRequest.ProtoReflect.Descriptor instead.
 func (*ChecksumsRequest) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{21}
+	return file_peer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ChecksumsRequest) GetIncarnation() uint64 {
@@ -1358,7 +1486,7 @@ type ChecksumsResponse struct {
 
 func (x *ChecksumsResponse) Reset() {
 	*x = ChecksumsResponse{}
-	mi := &file_peer_proto_msgTypes[22]
+	mi := &file_peer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1370,7 +1498,7 @@ func (x *ChecksumsResponse) String() string {
 func (*ChecksumsResponse) ProtoMessage() {}
 
 func (x *ChecksumsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[22]
+	mi := &file_peer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1383,7 +1511,7 @@ func (x *ChecksumsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumsResponse.ProtoReflect.Descriptor instead.
 func (*ChecksumsResponse) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{22}
+	return file_peer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ChecksumsResponse) GetSums() []int64 {
@@ -1404,7 +1532,7 @@ type LeaseResponse_Result struct {
 
 func (x *LeaseResponse_Result) Reset() {
 	*x = LeaseResponse_Result{}
-	mi := &file_peer_proto_msgTypes[23]
+	mi := &file_peer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1416,7 +1544,7 @@ func (x *LeaseResponse_Result) String() string {
 func (*LeaseResponse_Result) ProtoMessage() {}
 
 func (x *LeaseResponse_Result) ProtoReflect() protoreflect.Message {
-	mi := &file_peer_proto_msgTypes[23]
+	mi := &file_peer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1429,7 +1557,7 @@ func (x *LeaseResponse_Result) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseResponse_Result.ProtoReflect.Descriptor instead.
 func (*LeaseResponse_Result) Descriptor() ([]byte, []int) {
-	return file_peer_proto_rawDescGZIP(), []int{15, 0}
+	return file_peer_proto_rawDescGZIP(), []int{17, 0}
 }
 
 func (x *LeaseResponse_Result) GetMillis() uint32 {
@@ -1479,7 +1607,16 @@ const file_peer_proto_rawDesc = "" +
 	"\x06arenas\x18\x04 \x03(\v2\x11.kvferry.v1.ArenaR\x06arenas\x125\n" +
 	"\n" +
 	"transports\x18\x05 \x03(\v2\x15.kvferry.v1.TransportR\n" +
-	"transports\"B\n" +
+	"transports\"\x9e\x01\n" +
+	"\vLinkRequest\x12$\n" +
+	"\x04from\x18\x01 \x01(\v2\x10.kvferry.v1.LifeR\x04from\x12\x0e\n" +
+	"\x02to\x18\x02 \x01(\tR\x02to\x12%\n" +
+	"\x0eto_incarnation\x18\x03 \x01(\x04R\rtoIncarnation\x12\x1c\n" +
+	"\ttransport\x18\x04 \x01(\tR\ttransport\x12\x14\n" +
+	"\x05hello\x18\x05 \x01(\fR\x05hello\"L\n" +
+	"\fLinkResponse\x12$\n" +
+	"\x04life\x18\x01 \x01(\v2\x10.kvferry.v1.LifeR\x04life\x12\x16\n" +
+	"\x06answer\x18\x02 \x01(\fR\x06answer\"B\n" +
 	"\fAnnouncement\x12\x18\n" +
 	"\amessage\x18\x01 \x01(\fR\amessage\x12\x18\n" +
 	"\arequest\x18\x02 \x01(\tR\arequest\"9\n" +
@@ -1550,9 +1687,10 @@ const file_peer_proto_rawDesc = "" +
 	"\x05pages\x18\x04 \x03(\rR\x05pages\x12\x14\n" +
 	"\x05slots\x18\x05 \x03(\rR\x05slots\"'\n" +
 	"\x11ChecksumsResponse\x12\x12\n" +
-	"\x04sums\x18\x01 \x03(\x03R\x04sums2\x99\x04\n" +
+	"\x04sums\x18\x01 \x03(\x03R\x04sums2\xd6\x04\n" +
 	"\x04Peer\x12<\n" +
-	"\x05Hello\x12\x18.kvferry.v1.HelloRequest\x1a\x19.kvferry.v1.HelloResponse\x12=\n" +
+	"\x05Hello\x12\x18.kvferry.v1.HelloRequest\x1a\x19.kvferry.v1.HelloResponse\x12;\n" +
+	"\x04Link\x12\x17.kvferry.v1.LinkRequest\x1a\x18.kvferry.v1.LinkResponse0\x01\x12=\n" +
 	"\x04Push\x12\x17.kvferry.v1.PushRequest\x1a\x18.kvferry.v1.PushResponse(\x010\x01\x12?\n" +
 	"\x06Lookup\x12\x19.kvferry.v1.LookupRequest\x1a\x1a.kvferry.v1.LookupResponse\x12C\n" +
 	"\bSnapshot\x12\x1b.kvferry.v1.SnapshotRequest\x1a\x18.kvferry.v1.SnapshotItem0\x01\x12<\n" +
@@ -1574,7 +1712,7 @@ func file_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_peer_proto_goTypes = []any{
 	(CompleteItem_Outcome)(0),    // 0: kvferry.v1.CompleteItem.Outcome
 	(*Life)(nil),                 // 1: kvferry.v1.Life
@@ -1582,67 +1720,73 @@ var file_peer_proto_goTypes = []any{
 	(*Transport)(nil),            // 3: kvferry.v1.Transport
 	(*HelloRequest)(nil),         // 4: kvferry.v1.HelloRequest
 	(*HelloResponse)(nil),        // 5: kvferry.v1.HelloResponse
-	(*Announcement)(nil),         // 6: kvferry.v1.Announcement
-	(*Ended)(nil),                // 7: kvferry.v1.Ended
-	(*PushRequest)(nil),          // 8: kvferry.v1.PushRequest
-	(*PushResponse)(nil),         // 9: kvferry.v1.PushResponse
-	(*LookupRequest)(nil),        // 10: kvferry.v1.LookupRequest
-	(*LookupResponse)(nil),       // 11: kvferry.v1.LookupResponse
-	(*SnapshotRequest)(nil),      // 12: kvferry.v1.SnapshotRequest
-	(*SnapshotItem)(nil),         // 13: kvferry.v1.SnapshotItem
-	(*LeaseItem)(nil),            // 14: kvferry.v1.LeaseItem
-	(*LeaseRequest)(nil),         // 15: kvferry.v1.LeaseRequest
-	(*LeaseResponse)(nil),        // 16: kvferry.v1.LeaseResponse
-	(*CompleteItem)(nil),         // 17: kvferry.v1.CompleteItem
-	(*CompleteRequest)(nil),      // 18: kvferry.v1.CompleteRequest
-	(*CompleteResponse)(nil),     // 19: kvferry.v1.CompleteResponse
-	(*WarmupRequest)(nil),        // 20: kvferry.v1.WarmupRequest
-	(*WarmupResponse)(nil),       // 21: kvferry.v1.WarmupResponse
-	(*ChecksumsRequest)(nil),     // 22: kvferry.v1.ChecksumsRequest
-	(*ChecksumsResponse)(nil),    // 23: kvferry.v1.ChecksumsResponse
-	(*LeaseResponse_Result)(nil), // 24: kvferry.v1.LeaseResponse.Result
-	(*Geometry)(nil),             // 25: kvferry.v1.Geometry
+	(*LinkRequest)(nil),          // 6: kvferry.v1.LinkRequest
+	(*LinkResponse)(nil),         // 7: kvferry.v1.LinkResponse
+	(*Announcement)(nil),         // 8: kvferry.v1.Announcement
+	(*Ended)(nil),                // 9: kvferry.v1.Ended
+	(*PushRequest)(nil),          // 10: kvferry.v1.PushRequest
+	(*PushResponse)(nil),         // 11: kvferry.v1.PushResponse
+	(*LookupRequest)(nil),        // 12: kvferry.v1.LookupRequest
+	(*LookupResponse)(nil),       // 13: kvferry.v1.LookupResponse
+	(*SnapshotRequest)(nil),      // 14: kvferry.v1.SnapshotRequest
+	(*SnapshotItem)(nil),         // 15: kvferry.v1.SnapshotItem
+	(*LeaseItem)(nil),            // 16: kvferry.v1.LeaseItem
+	(*LeaseRequest)(nil),         // 17: kvferry.v1.LeaseRequest
+	(*LeaseResponse)(nil),        // 18: kvferry.v1.LeaseResponse
+	(*CompleteItem)(nil),         // 19: kvferry.v1.CompleteItem
+	(*CompleteRequest)(nil),      // 20: kvferry.v1.CompleteRequest
+	(*CompleteResponse)(nil),     // 21: kvferry.v1.CompleteResponse
+	(*WarmupRequest)(nil),        // 22: kvferry.v1.WarmupRequest
+	(*WarmupResponse)(nil),       // 23: kvferry.v1.WarmupResponse
+	(*ChecksumsRequest)(nil),     // 24: kvferry.v1.ChecksumsRequest
+	(*ChecksumsResponse)(nil),    // 25: kvferry.v1.ChecksumsResponse
+	(*LeaseResponse_Result)(nil), // 26: kvferry.v1.LeaseResponse.Result
+	(*Geometry)(nil),             // 27: kvferry.v1.Geometry
 }
 var file_peer_proto_depIdxs = []int32{
 	1,  // 0: kvferry.v1.HelloRequest.from:type_name -> kvferry.v1.Life
-	25, // 1: kvferry.v1.HelloRequest.geometry:type_name -> kvferry.v1.Geometry
+	27, // 1: kvferry.v1.HelloRequest.geometry:type_name -> kvferry.v1.Geometry
 	2,  // 2: kvferry.v1.HelloRequest.arenas:type_name -> kvferry.v1.Arena
 	3,  // 3: kvferry.v1.HelloRequest.transports:type_name -> kvferry.v1.Transport
 	1,  // 4: kvferry.v1.HelloResponse.life:type_name -> kvferry.v1.Life
-	25, // 5: kvferry.v1.HelloResponse.geometry:type_name -> kvferry.v1.Geometry
+	27, // 5: kvferry.v1.HelloResponse.geometry:type_name -> kvferry.v1.Geometry
 	2,  // 6: kvferry.v1.HelloResponse.arenas:type_name -> kvferry.v1.Arena
 	3,  // 7: kvferry.v1.HelloResponse.transports:type_name -> kvferry.v1.Transport
-	1,  // 8: kvferry.v1.PushRequest.from:type_name -> kvferry.v1.Life
-	6,  // 9: kvferry.v1.PushRequest.announcement:type_name -> kvferry.v1.Announcement
-	7,  // 10: kvferry.v1.PushRequest.ended:type_name -> kvferry.v1.Ended
-	6,  // 11: kvferry.v1.LookupResponse.announcement:type_name -> kvferry.v1.Announcement
-	1,  // 12: kvferry.v1.LeaseRequest.reader:type_name -> kvferry.v1.Life
-	14, // 13: kvferry.v1.LeaseRequest.items:type_name -> kvferry.v1.LeaseItem
-	24, // 14: kvferry.v1.LeaseResponse.results:type_name -> kvferry.v1.LeaseResponse.Result
-	0,  // 15: kvferry.v1.CompleteItem.outcome:type_name -> kvferry.v1.CompleteItem.Outcome
-	1,  // 16: kvferry.v1.CompleteRequest.reader:type_name -> kvferry.v1.Life
-	17, // 17: kvferry.v1.CompleteRequest.items:type_name -> kvferry.v1.CompleteItem
-	4,  // 18: kvferry.v1.Peer.Hello:input_type -> kvferry.v1.HelloRequest
-	8,  // 19: kvferry.v1.Peer.Push:input_type -> kvferry.v1.PushRequest
-	10, // 20: kvferry.v1.Peer.Lookup:input_type -> kvferry.v1.LookupRequest
-	12, // 21: kvferry.v1.Peer.Snapshot:input_type -> kvferry.v1.SnapshotRequest
-	15, // 22: kvferry.v1.Peer.Lease:input_type -> kvferry.v1.LeaseRequest
-	18, // 23: kvferry.v1.Peer.Complete:input_type -> kvferry.v1.CompleteRequest
-	22, // 24: kvferry.v1.Peer.Checksums:input_type -> kvferry.v1.ChecksumsRequest
-	20, // 25: kvferry.v1.Peer.Warmup:input_type -> kvferry.v1.WarmupRequest
-	5,  // 26: kvferry.v1.Peer.Hello:output_type -> kvferry.v1.HelloResponse
-	9,  // 27: kvferry.v1.Peer.Push:output_type -> kvferry.v1.PushResponse
-	11, // 28: kvferry.v1.Peer.Lookup:output_type -> kvferry.v1.LookupResponse
-	13, // 29: kvferry.v1.Peer.Snapshot:output_type -> kvferry.v1.SnapshotItem
-	16, // 30: kvferry.v1.Peer.Lease:output_type -> kvferry.v1.LeaseResponse
-	19, // 31: kvferry.v1.Peer.Complete:output_type -> kvferry.v1.CompleteResponse
-	23, // 32: kvferry.v1.Peer.Checksums:output_type -> kvferry.v1.ChecksumsResponse
-	21, // 33: kvferry.v1.Peer.Warmup:output_type -> kvferry.v1.WarmupResponse
-	26, // [26:34] is the sub-list for method output_type
-	18, // [18:26] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	1,  // 8: kvferry.v1.LinkRequest.from:type_name -> kvferry.v1.Life
+	1,  // 9: kvferry.v1.LinkResponse.life:type_name -> kvferry.v1.Life
+	1,  // 10: kvferry.v1.PushRequest.from:type_name -> kvferry.v1.Life
+	8,  // 11: kvferry.v1.PushRequest.announcement:type_name -> kvferry.v1.Announcement
+	9,  // 12: kvferry.v1.PushRequest.ended:type_name -> kvferry.v1.Ended
+	8,  // 13: kvferry.v1.LookupResponse.announcement:type_name -> kvferry.v1.Announcement
+	1,  // 14: kvferry.v1.LeaseRequest.reader:type_name -> kvferry.v1.Life
+	16, // 15: kvferry.v1.LeaseRequest.items:type_name -> kvferry.v1.LeaseItem
+	26, // 16: kvferry.v1.LeaseResponse.results:type_name -> kvferry.v1.LeaseResponse.Result
+	0,  // 17: kvferry.v1.CompleteItem.outcome:type_name -> kvferry.v1.CompleteItem.Outcome
+	1,  // 18: kvferry.v1.CompleteRequest.reader:type_name -> kvferry.v1.Life
+	19, // 19: kvferry.v1.CompleteRequest.items:type_name -> kvferry.v1.CompleteItem
+	4,  // 20: kvferry.v1.Peer.Hello:input_type -> kvferry.v1.HelloRequest
+	6,  // 21: kvferry.v1.Peer.Link:input_type -> kvferry.v1.LinkRequest
+	10, // 22: kvferry.v1.Peer.Push:input_type -> kvferry.v1.PushRequest
+	12, // 23: kvferry.v1.Peer.Lookup:input_type -> kvferry.v1.LookupRequest
+	14, // 24: kvferry.v1.Peer.Snapshot:input_type -> kvferry.v1.SnapshotRequest
+	17, // 25: kvferry.v1.Peer.Lease:input_type -> kvferry.v1.LeaseRequest
+	20, // 26: kvferry.v1.Peer.Complete:input_type -> kvferry.v1.CompleteRequest
+	24, // 27: kvferry.v1.Peer.Checksums:input_type -> kvferry.v1.ChecksumsRequest
+	22, // 28: kvferry.v1.Peer.Warmup:input_type -> kvferry.v1.WarmupRequest
+	5,  // 29: kvferry.v1.Peer.Hello:output_type -> kvferry.v1.HelloResponse
+	7,  // 30: kvferry.v1.Peer.Link:output_type -> kvferry.v1.LinkResponse
+	11, // 31: kvferry.v1.Peer.Push:output_type -> kvferry.v1.PushResponse
+	13, // 32: kvferry.v1.Peer.Lookup:output_type -> kvferry.v1.LookupResponse
+	15, // 33: kvferry.v1.Peer.Snapshot:output_type -> kvferry.v1.SnapshotItem
+	18, // 34: kvferry.v1.Peer.Lease:output_type -> kvferry.v1.LeaseResponse
+	21, // 35: kvferry.v1.Peer.Complete:output_type -> kvferry.v1.CompleteResponse
+	25, // 36: kvferry.v1.Peer.Checksums:output_type -> kvferry.v1.ChecksumsResponse
+	23, // 37: kvferry.v1.Peer.Warmup:output_type -> kvferry.v1.WarmupResponse
+	29, // [29:38] is the sub-list for method output_type
+	20, // [20:29] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_peer_proto_init() }
@@ -1651,7 +1795,7 @@ func file_peer_proto_init() {
 		return
 	}
 	file_engine_proto_init()
-	file_peer_proto_msgTypes[7].OneofWrappers = []any{
+	file_peer_proto_msgTypes[9].OneofWrappers = []any{
 		(*PushRequest_Announcement)(nil),
 		(*PushRequest_Ended)(nil),
 	}
@@ -1661,7 +1805,7 @@ func file_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_peer_proto_rawDesc), len(file_peer_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   24,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -20,6 +20,7 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	Peer_Hello_FullMethodName     = "/kvferry.v1.Peer/Hello"
+	Peer_Link_FullMethodName      = "/kvferry.v1.Peer/Link"
 	Peer_Push_FullMethodName      = "/kvferry.v1.Peer/Push"
 	Peer_Lookup_FullMethodName    = "/kvferry.v1.Peer/Lookup"
 	Peer_Snapshot_FullMethodName  = "/kvferry.v1.Peer/Snapshot"
@@ -38,6 +39,11 @@ const (
 type PeerClient interface {
 	// Hello exchanges who we are and how our memory is reached, once a life.
 	Hello(ctx context.Context, in *HelloRequest, opts ...grpc.CallOption) (*HelloResponse, error)
+	// Link is the hello of one link of a transport whose two sides must agree on
+	// something that lives only as long as both do, such as a queue pair: one
+	// answer, and then silence. The stream's break is how each side learns that
+	// the other has let go, or is gone.
+	Link(ctx context.Context, in *LinkRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LinkResponse], error)
 	// Push tells a node what was published for it, and which of those ended.
 	Push(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[PushRequest, PushResponse], error)
 	// Lookup finds one live publication of this node.
@@ -74,9 +80,28 @@ func (c *peerClient) Hello(ctx context.Context, in *HelloRequest, opts ...grpc.C
 	return out, nil
 }
 
+func (c *peerClient) Link(ctx context.Context, in *LinkRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LinkResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Peer_ServiceDesc.Streams[0], Peer_Link_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[LinkRequest, LinkResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Peer_LinkClient = grpc.ServerStreamingClient[LinkResponse]
+
 func (c *peerClient) Push(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[PushRequest, PushResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Peer_ServiceDesc.Streams[0], Peer_Push_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Peer_ServiceDesc.Streams[1], Peer_Push_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -99,7 +124,7 @@ func (c *peerClient) Lookup(ctx context.Context, in *LookupRequest, opts ...grpc
 
 func (c *peerClient) Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotItem], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Peer_ServiceDesc.Streams[1], Peer_Snapshot_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Peer_ServiceDesc.Streams[2], Peer_Snapshot_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -165,6 +190,11 @@ func (c *peerClient) Warmup(ctx context.Context, in *WarmupRequest, opts ...grpc
 type PeerServer interface {
 	// Hello exchanges who we are and how our memory is reached, once a life.
 	Hello(context.Context, *HelloRequest) (*HelloResponse, error)
+	// Link is the hello of one link of a transport whose two sides must agree on
+	// something that lives only as long as both do, such as a queue pair: one
+	// answer, and then silence. The stream's break is how each side learns that
+	// the other has let go, or is gone.
+	Link(*LinkRequest, grpc.ServerStreamingServer[LinkResponse]) error
 	// Push tells a node what was published for it, and which of those ended.
 	Push(grpc.BidiStreamingServer[PushRequest, PushResponse]) error
 	// Lookup finds one live publication of this node.
@@ -193,6 +223,9 @@ type UnimplementedPeerServer struct{}
 
 func (UnimplementedPeerServer) Hello(context.Context, *HelloRequest) (*HelloResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Hello not implemented")
+}
+func (UnimplementedPeerServer) Link(*LinkRequest, grpc.ServerStreamingServer[LinkResponse]) error {
+	return status.Error(codes.Unimplemented, "method Link not implemented")
 }
 func (UnimplementedPeerServer) Push(grpc.BidiStreamingServer[PushRequest, PushResponse]) error {
 	return status.Error(codes.Unimplemented, "method Push not implemented")
@@ -253,6 +286,17 @@ func _Peer_Hello_Handler(srv interface{}, ctx context.Context, dec func(interfac
 	}
 	return interceptor(ctx, in, info, handler)
 }
+
+func _Peer_Link_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(LinkRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PeerServer).Link(m, &grpc.GenericServerStream[LinkRequest, LinkResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Peer_LinkServer = grpc.ServerStreamingServer[LinkResponse]
 
 func _Peer_Push_Handler(srv interface{}, stream grpc.ServerStream) error {
 	return srv.(PeerServer).Push(&grpc.GenericServerStream[PushRequest, PushResponse]{ServerStream: stream})
@@ -395,6 +439,11 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		},
 	},
 	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Link",
+			Handler:       _Peer_Link_Handler,
+			ServerStreams: true,
+		},
 		{
 			StreamName:    "Push",
 			Handler:       _Peer_Push_Handler,

@@ -204,7 +204,7 @@ type comparison struct {
 	// NotCompared are keys of a file that a node does not tell of itself.
 	NotCompared []string `json:"not_compared"`
 
-	ifOneHost bool // shm is in common, which takes more than that
+	only []string // what it takes besides to use some of them
 }
 
 // difference is a field in which two nodes differ.
@@ -235,7 +235,13 @@ func compare(a, b side) comparison {
 	}
 	if a.transports != nil && b.transports != nil {
 		c.Transports = slices.DeleteFunc(slices.Clone(a.transports), func(t string) bool { return !slices.Contains(b.transports, t) })
-		c.ifOneHost = slices.Contains(c.Transports, "shm") && !a.inUse && !b.inUse
+		for _, t := range []struct{ name, takes string }{
+			{"shm", "shm if they share a host and transfer.rendezvous"}, {"rdma", "rdma if they have devices of one fabric"},
+		} {
+			if slices.Contains(c.Transports, t.name) && !a.inUse && !b.inUse {
+				c.only = append(c.only, t.takes)
+			}
+		}
 		none := len(c.Transports) == 0
 		note := "those in common are used"
 		if none {
@@ -336,10 +342,7 @@ func (c comparison) print(w io.Writer, output *format) error {
 	case common == "":
 		common = "none"
 	}
-	if c.ifOneHost {
-		common += "; shm if they share a host and transfer.rendezvous"
-	}
-	fmt.Fprintf(w, "transports in common: %s\n", printable(common))
+	fmt.Fprintf(w, "transports in common: %s\n", printable(strings.Join(append([]string{common}, c.only...), "; ")))
 	if len(c.NotCompared) > 0 {
 		fmt.Fprintf(w, "not compared: %s; a node does not tell them: compare the files\n", strings.Join(c.NotCompared, ", "))
 	}

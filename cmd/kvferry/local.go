@@ -46,8 +46,9 @@ cluster.json (pid, start time, addresses, socket of each) lie in
 $XDG_RUNTIME_DIR/kvferry/local/NAME, else in /run/kvferry/local/NAME, or where
 that may not be written, in /tmp/kvferry-UID/local/NAME.
 
-A node's name, addresses, and paths are its own: --set does not set them. Once it
-is up, its configuration has its ports, and all others to join: a node that died
+A node's name, addresses, and paths are its own: --set does not set them. What
+--set-prefill and --set-decode say is for the nodes of that role, and goes over
+--set. Once it is up, its configuration has its ports, and all others to join: a node that died
 comes back by "kvferry local restart NODE".
 
 The nodes read each other by shared memory, as nodes of one host do. As if they
@@ -59,6 +60,7 @@ is kept nowhere.`,
 		Example: `  kvferry local up --prefill 2 --decode 2 --layers 2
   kvferry local up --prefill 1 --decode 1 --pages 33 --host-pages 64
   kvferry local up --set transfer.transports=tcp
+  kvferry local up --set-prefill transfer.rdma.devices=mlx5_0 --set-decode transfer.rdma.devices=mlx5_1
   kvferry local up --name big -c mine.yaml --set arena.pages=4GiB`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -116,6 +118,8 @@ is kept nowhere.`,
 	must(cmd.RegisterFlagCompletionFunc("evict", cobra.FixedCompletions([]cobra.Completion{"recent", "pages", "never"}, cobra.ShellCompDirectiveNoFileComp)))
 	f.StringVarP(&o.Config, "config", "c", "", "what all nodes share (default configs/local.yaml, built in)")
 	f.StringArrayVar(&o.Set, "set", nil, "a key over the configuration's; may be repeated")
+	f.StringArrayVar(&o.SetPrefill, "set-prefill", nil, "a key of the prefill nodes alone, over --set; may be repeated")
+	f.StringArrayVar(&o.SetDecode, "set-decode", nil, "a key of the decode nodes alone, over --set; may be repeated")
 	f.BoolVar(&o.Secure, "secure", false, "certificates for all nodes, and a key for gossip")
 	f.DurationVar(&o.Timeout, "timeout", 30*time.Second, "for the whole start")
 	return cmd

@@ -126,7 +126,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 node not reachable, 4 verification fail
 	}
 	add("run", newAgent(), newLocal(t), newReplay(t), newBench(t))
 	add("look", newStatus(t), newMembers(t), newPeers(t), newPublications(t), newRetrievals(t), newArena(t), newPage(t))
-	add("operate", newDrain(t), newLeave(t), newJoin(t), newKeyring(t), newCompat(t))
+	add("operate", newDrain(t), newLeave(t), newJoin(t), newKeyring(t), newCompat(t), newDoctor(t))
 	add("hand", newPublish(t), newRetrieve(t), newRelease(t), newRevoke(t), newOffload(t), newReload(t))
 	root.AddCommand(newConfig(t), newVersion())
 	return root

@@ -120,7 +120,35 @@ type Transfer struct {
 	// Verify page compares what has landed with checksums that the owner makes
 	// when it publishes, if it is set there, too; none does not.
 	Verify string `yaml:"verify"`
+	RDMA   RDMA   `yaml:"rdma"`
 	Limits Limits `yaml:"limits"`
+}
+
+// RDMA is how rdma reads. What is left at its default fits most fabrics.
+type RDMA struct {
+	// Devices are those that may be used, each "mlx5_0" for all its ports that
+	// are active, or "mlx5_0:1" for one of them. None: all that there are.
+	Devices []string `yaml:"devices"`
+	// GIDIndex is the source address's place in a port's table; -1 chooses: RoCE
+	// v2 over IPv4 before global IPv6.
+	GIDIndex int `yaml:"gid_index"`
+	// TrafficClass is the byte of that name in the packet's header, which is DSCP
+	// times four on RoCE, ServiceLevel the lane of InfiniBand and the priority of
+	// RoCE without an address that names one.
+	TrafficClass int `yaml:"traffic_class"`
+	ServiceLevel int `yaml:"service_level"`
+	MTU          int `yaml:"mtu"` // bytes of a packet; 0: the smaller of both ports'
+	// Timeout is how long an answer is waited for before a packet is sent again:
+	// 4.096 us times two to this. RetryCount is how often, until the peer counts
+	// as gone.
+	Timeout    int `yaml:"timeout"`
+	RetryCount int `yaml:"retry_count"`
+	// Reads are under way at once on one queue pair, QueuePairs are those of one
+	// pair of ports; 0: what both devices can, and as many as fill the link.
+	Reads      int `yaml:"reads"`
+	QueuePairs int `yaml:"queue_pairs"`
+	// Library is the path of libibverbs; "": where the loader finds it.
+	Library string `yaml:"library"`
 }
 
 // Limits bound one node's pulls and one attempt at a pull: it may take
@@ -190,7 +218,8 @@ func Default() *Config {
 		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
 		Transfer: Transfer{
 			Verify:     "none",
-			Transports: []string{"shm", "tcp"},
+			Transports: []string{"shm", "rdma", "tcp"},
+			RDMA:       RDMA{GIDIndex: -1, Timeout: 14, RetryCount: 6},
 			Limits: Limits{
 				InFlight: 64, Bytes: 256 << 20, Waiting: 4096, Slice: 32 << 20,
 				Dial: 5 * time.Second, Base: 60 * time.Second, Rate: 10_000_000,

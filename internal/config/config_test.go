@@ -141,6 +141,17 @@ func TestGoodDocuments(t *testing.T) {
 		"IPv6 seeds": {minimal + "cluster:\n  join: ['[fd00::7]:7900', node-1.example:7900]", func(c *Config) bool {
 			return len(c.Cluster.Join) == 2
 		}},
+		"transports": {minimal, func(c *Config) bool {
+			r := RDMA{GIDIndex: -1, Timeout: 14, RetryCount: 6}
+			return slices.Equal(c.Transfer.Transports, []string{"shm", "rdma", "tcp"}) && reflect.DeepEqual(c.Transfer.RDMA, r)
+		}},
+		"RDMA": {
+			minimal + "transfer: {require: rdma, rdma: {devices: ['mlx5_0:1', 'mlx5_0:2', mlx5_1], mtu: 1024, retry_count: 1, gid_index: 0}}",
+			func(c *Config) bool {
+				r := RDMA{Devices: []string{"mlx5_0:1", "mlx5_0:2", "mlx5_1"}, MTU: 1024, Timeout: 14, RetryCount: 1}
+				return reflect.DeepEqual(c.Transfer.RDMA, r)
+			},
+		},
 		"any port": {minimal + "ports: {gossip: 0, peer: 0, data: 0, http: 0}", func(c *Config) bool {
 			return c.Ports == Ports{}
 		}},
@@ -285,6 +296,8 @@ func TestBadOverridesNameTheirOrigin(t *testing.T) {
 		"peers nobody proves":           {env: "KVFERRY_SECURITY_PEERS=a", want: `KVFERRY_SECURITY_PEERS: security.peers: needs security.certificate, key, and ca: without them nobody's name is proved`},
 		"pattern that matches nobody":   {sets: []string{"security.peers=a b"}, want: "--set security.peers: needs security.certificate, key, and ca: without them nobody's name is proved\n--set security.peers: \"a b\" is no pattern of nodes' names; want names, in which * stands for any characters"},
 		"security key that is no key":   {env: "KVFERRY_SECURITY_CERT=a.pem", want: `KVFERRY_SECURITY_CERT: unknown variable; known are KVFERRY_SECURITY_CA, KVFERRY_SECURITY_CERTIFICATE, KVFERRY_SECURITY_KEY, KVFERRY_SECURITY_PEERS`},
+		"retries for ever":              {env: "KVFERRY_TRANSFER_RDMA_RETRY_COUNT=7", want: `KVFERRY_TRANSFER_RDMA_RETRY_COUNT: transfer.rdma.retry_count: 7 tries for ever on some devices, also a peer that is gone; want 1 to 6`},
+		"port of a device, and all":     {sets: []string{"transfer.rdma.devices=mlx5_0:1,mlx5_0"}, want: `--set transfer.rdma.devices: mlx5_0 names what mlx5_0:1 names, too`},
 		"no time to drain":              {env: "KVFERRY_TIMERS_DRAIN=-1s", want: `KVFERRY_TIMERS_DRAIN: timers.drain: -1s is not in 1ns to 24h0m0s`},
 		"private key for its path":      {sets: []string{"security.certificate=a", "security.ca=b", "security.key=-----BEGIN PRIVATE KEY-----"}, want: `--set security.key: is PEM itself; want the path of a file that holds it`},
 		"more of it":                    {env: "KVFERRY_SECURITY_KEY=-----BEGIN PRIVATE KEY-----\nc2Vjcm\n", want: `KVFERRY_SECURITY_KEY: security.key: is PEM itself; want the path of a file that holds it`},
@@ -354,7 +367,10 @@ func TestEveryKeyIsReachable(t *testing.T) {
 		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
 		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3", "transfer.rendezvous": "/x",
 		"transfer.limits.rate": "1MB", "transfer.limits.bytes": "9MiB", "transfer.limits.slice": "2MiB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
-		"cluster.keyring": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
+		"transfer.rdma.devices": "mlx5_0:1,mlx5_0:2,mlx5_1", "transfer.rdma.gid_index": "3", "transfer.rdma.traffic_class": "106", "transfer.rdma.service_level": "3",
+		"transfer.rdma.mtu": "4096", "transfer.rdma.timeout": "16", "transfer.rdma.retry_count": "5", "transfer.rdma.reads": "8", "transfer.rdma.queue_pairs": "4",
+		"transfer.rdma.library": "/opt/lib/libibverbs.so.1",
+		"cluster.keyring":       "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", "timers.attempts": "5",
 		"timers.lease_renew": "2s", "timers.backoff_min": "1s", "transfer.limits.dial": "1m1s", "transfer.limits.base": "1m1s",
 	}
 	var c Config
@@ -420,6 +436,9 @@ func roundTrip(t *testing.T, c *Config) {
 		}
 		if len(p.Security.Peers) == 0 {
 			p.Security.Peers = nil
+		}
+		if len(p.Transfer.RDMA.Devices) == 0 {
+			p.Transfer.RDMA.Devices = nil
 		}
 		return p
 	}

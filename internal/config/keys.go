@@ -70,8 +70,11 @@ func members(group reflect.Type) string {
 
 // Set gives a key a value, as --set does. Elements of a list are separated by
 // commas; "" is the empty list.
-func (c *Config) Set(key, value string) error {
-	return c.set(key, value, origin{where: "--set " + key})
+func (c *Config) Set(key, value string) error { return c.SetBy("--set", key, value) }
+
+// SetBy is Set by a flag of another name, which errors show.
+func (c *Config) SetBy(flag, key, value string) error {
+	return c.set(key, value, origin{where: flag + " " + key})
 }
 
 func (c *Config) set(key, value string, o origin) error {

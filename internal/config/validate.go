@@ -9,6 +9,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -20,7 +21,7 @@ import (
 )
 
 // Transports are the transports that may be named in transfer.transports.
-func Transports() []string { return []string{"shm", "tcp"} }
+func Transports() []string { return []string{"shm", "rdma", "tcp"} }
 
 // Bounds of the transfer section.
 const (
@@ -31,6 +32,17 @@ const (
 	maxWaiting = 1 << 20
 	minSlice   = 4 << 10
 	maxUnder   = 1 << 40 // bytes that are read at once
+)
+
+// Bounds of transfer.rdma: what the fields of a queue pair hold.
+const (
+	maxGID     = 255
+	maxClass   = 255
+	maxLevel   = 15
+	maxTimeout = 31
+	maxRetries = 6
+	maxDepth   = 128 // reads of a queue pair
+	maxPairs   = 64  // of a pair of ports
 )
 
 // maxSocket is the longest path of a unix socket, less the ".fd" of the socket
@@ -301,6 +313,7 @@ func (v *validation) transfer() {
 	v.orDefault("transfer.lanes", t.Lanes, maxLanes)
 	v.orDefault("transfer.workers", t.Workers, maxWorkers)
 	v.rendezvous()
+	v.rdma()
 	v.upTo("transfer.limits.in_flight", t.Limits.InFlight, maxReads)
 	v.upTo("transfer.limits.waiting", t.Limits.Waiting, maxWaiting)
 	if t.Limits.Bytes < minSlice || t.Limits.Bytes > maxUnder {
@@ -319,6 +332,56 @@ func (v *validation) transfer() {
 func (v *validation) orDefault(key string, n, most int) {
 	if n < 0 || n > most {
 		v.wrong(key, "%d is not in 1 to %d; 0, or leaving it out, takes the default", n, most)
+	}
+}
+
+// between checks a number.
+func (v *validation) between(key string, n, least, most int) {
+	if n < least || n > most {
+		v.wrong(key, "%d is not in %d to %d", n, least, most)
+	}
+}
+
+// rdmaDevice matches a device, or a port of one: what the kernel takes for a name,
+// less what would be odd in a configuration.
+var rdmaDevice = regexp.MustCompile(`^[A-Za-z0-9_.-]{1,63}(:[1-9][0-9]{0,2})?$`)
+
+func (v *validation) rdma() {
+	r := v.config.Transfer.RDMA
+	for i, d := range r.Devices {
+		if !rdmaDevice.MatchString(d) {
+			v.wrong("transfer.rdma.devices", "%.80q is no device; want a name such as mlx5_0, or one of its ports, such as mlx5_0:1", d)
+			continue
+		}
+		name, _, _ := strings.Cut(d, ":")
+		for _, other := range r.Devices[:i] {
+			if whole, _, _ := strings.Cut(other, ":"); other == d || whole == name && (other == name || d == name) {
+				v.wrong("transfer.rdma.devices", "%s names what %s names, too", d, other)
+			}
+		}
+	}
+	if r.GIDIndex < -1 || r.GIDIndex > maxGID {
+		v.wrong("transfer.rdma.gid_index", "%d is not in 0 to %d; -1, or leaving it out, lets the node choose", r.GIDIndex, maxGID)
+	}
+	v.between("transfer.rdma.traffic_class", r.TrafficClass, 0, maxClass)
+	v.between("transfer.rdma.service_level", r.ServiceLevel, 0, maxLevel)
+	if !slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, r.MTU) {
+		v.wrong("transfer.rdma.mtu", "%d is none of 256, 512, 1024, 2048, 4096; 0, or leaving it out, takes the smaller of both ports'", r.MTU)
+	}
+	if r.Timeout == 0 {
+		v.wrong("transfer.rdma.timeout", "0 waits for ever, also for a peer that is gone; want 1 to %d: 4.096us times two to this", maxTimeout)
+	} else {
+		v.between("transfer.rdma.timeout", r.Timeout, 1, maxTimeout)
+	}
+	if r.RetryCount == maxRetries+1 {
+		v.wrong("transfer.rdma.retry_count", "%d tries for ever on some devices, also a peer that is gone; want 1 to %d", r.RetryCount, maxRetries)
+	} else {
+		v.between("transfer.rdma.retry_count", r.RetryCount, 1, maxRetries)
+	}
+	v.orDefault("transfer.rdma.reads", r.Reads, maxDepth)
+	v.orDefault("transfer.rdma.queue_pairs", r.QueuePairs, maxPairs)
+	if r.Library != "" && (!filepath.IsAbs(r.Library) || len(r.Library) > maxPath) {
+		v.wrong("transfer.rdma.library", "%.80q is no path that begins with /, of at most %d bytes; leaving it out takes what the loader finds", r.Library, maxPath)
 	}
 }
 

@@ -56,9 +56,10 @@ func sharedRoot() (string, error) {
 
 // record is cluster.json.
 type record struct {
-	Name   string `json:"name"`
-	Binary string `json:"binary"` // that the nodes run
-	Nodes  []Node `json:"nodes"`
+	Name   string   `json:"name"`
+	Binary string   `json:"binary"` // that the nodes run
+	Env    []string `json:"env,omitempty"`
+	Nodes  []Node   `json:"nodes"`
 }
 
 func readRecord(dir string) (record, error) {

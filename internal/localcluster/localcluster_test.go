@@ -415,6 +415,54 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+// What is said of one role goes over what is said of all, and stays when a node
+// is started again, and so do variables.
+func TestSetsOfOneRole(t *testing.T) {
+	root(t)
+	o := options("timers.hold=7s", "timers.lease=7s", "timers.lease_renew=1s")
+	o.Decode = 1
+	o.SetPrefill = []string{"timers.hold=8s", "transfer.rdma.devices=a,b:1"}
+	o.SetDecode = []string{"timers.lease=9s", "timers.lease=10s"}
+	o.Env = []string{"KVFERRY_DOUBLE=/of/this/cluster", "HOME=/nowhere"}
+	t.Setenv("KVFERRY_TIMERS_DRAIN", "3s")
+	c := up(t, o)
+	check := func() {
+		t.Helper()
+		for name, want := range map[string][]time.Duration{"prefill-0": {8 * time.Second, 7 * time.Second}, "decode-0": {7 * time.Second, 10 * time.Second}} {
+			n, _ := c.Node(name)
+			conf, err := config.Load(n.Config())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := []time.Duration{conf.Timers.Hold, conf.Timers.Lease}; !slices.Equal(got, want) {
+				t.Errorf("%s has %v, want %v", name, got, want)
+			}
+			if devices := conf.Transfer.RDMA.Devices; slices.Equal(devices, []string{"a", "b:1"}) != (name == "prefill-0") {
+				t.Errorf("%s has devices %v", name, devices)
+			}
+			if conf.Timers.Drain != 3*time.Second {
+				t.Errorf("%s drains %v", name, conf.Timers.Drain)
+			}
+			environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", n.PID))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if all := strings.Split(string(environ), "\x00"); !slices.Contains(all, o.Env[0]) || !slices.Contains(all, o.Env[1]) || strings.Contains(string(environ), "KVFERRY_TIMERS") {
+				t.Errorf("%s has variables %q", name, all)
+			}
+		}
+	}
+	check()
+	c, err := Load(DefaultName) // as another command does
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Restart(deadline(t, 30*time.Second), "decode-0", true); err != nil {
+		t.Fatal(err)
+	}
+	check()
+}
+
 // Every node proves its name, all have one key for gossip, and what made the
 // certificates is gone.
 func TestSecure(t *testing.T) {
@@ -524,6 +572,11 @@ func TestUpRefuses(t *testing.T) {
 		"an unknown key":                   {Options{Set: []string{"arena.nosuch=1"}}, "nosuch"},
 		"a certificate":                    {Options{Secure: true, Set: []string{"security.certificate=x"}}, "of its own"},
 		"a keyring":                        {Options{Secure: true, Set: []string{"cluster.keyring="}}, "of its own"},
+		"a key of each node, of a role":    {Options{SetDecode: []string{"ports.http=80"}}, "--set-decode ports.http=80: every node"},
+		"an unknown key, of a role":        {Options{SetPrefill: []string{"arena.nosuch=1"}}, "--set-prefill arena.nosuch: unknown key"},
+		"a set without value, of a role":   {Options{SetDecode: []string{"arena.pages"}}, `--set-decode "arena.pages": want KEY=VALUE`},
+		"more than the memory, of a role":  {Options{Prefill: 1, Decode: 1, SetDecode: []string{"arena.pages=32TiB", "arena.page_size=4096"}}, "memory for 2 nodes"},
+		"more than a number":               {Options{Prefill: 32, Decode: 32, Set: []string{"arena.pages=1048576TiB", "arena.page_size=4096", "arena.layers=1024", "arena.heads=1024", "arena.head_dim=4096"}}, "arenas and host tiers of 64 nodes"},
 		"peers nobody proves":              {Options{Set: []string{"security.peers=x"}}, "security.peers"},
 	} {
 		t.Run(name, func(t *testing.T) {

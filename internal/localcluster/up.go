@@ -34,9 +34,13 @@ type Options struct {
 	// Config is the path of the configuration that all nodes share but for
 	// name, role, addresses, and paths; default configs/local.yaml, built in.
 	Config string
-	// Set are keys over that, each "arena.pages=1024"; none of [OwnKeys], nor of
-	// those that Secure sets.
-	Set []string
+	// Set are keys over that, each "arena.pages=1024", SetPrefill and SetDecode
+	// keys of the nodes of a role over those; none of [OwnKeys], nor of those that
+	// Secure sets.
+	Set, SetPrefill, SetDecode []string
+	// Env are variables of the nodes besides this process's own, each "NAME=value";
+	// a node that is started again has them, too.
+	Env []string
 	// Binary is the program to run as `BINARY agent -c FILE`; default this one.
 	Binary string
 	// Root is the directory of all clusters; default Root().
@@ -61,22 +65,59 @@ func OwnKeys() []string {
 	}
 }
 
+// roles are those that a node of a cluster may have, the seed's first.
+func roles() []string { return []string{"prefill", "decode"} }
+
+// count is how many nodes have a role.
+func (o Options) count(role string) int {
+	if role == "prefill" {
+		return o.Prefill
+	}
+	return o.Decode
+}
+
+// given are keys that were set, and the flag that sets them.
+type given struct {
+	flag string
+	keys []string
+}
+
+// given are all that is set for a node of a role; what stands later wins.
+func (o Options) given(role string) []given {
+	own := given{"--set-prefill", o.SetPrefill}
+	if role != "prefill" {
+		own = given{"--set-decode", o.SetDecode}
+	}
+	return []given{{"--set", o.Set}, own}
+}
+
 // checkSet refuses what would be ignored.
 func checkSet(o Options) error {
+	for _, role := range roles() {
+		for _, g := range o.given(role) {
+			for _, s := range g.keys {
+				if err := checkKey(o, s); err != nil {
+					return fmt.Errorf("%w: %s %s: %w", ErrOptions, g.flag, s, err)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func checkKey(o Options, set string) error {
 	own := OwnKeys()
 	if o.Secure {
 		own = append(own, secretKeys()...)
 	}
-	for _, s := range o.Set {
-		key, value, _ := strings.Cut(s, "=")
-		for _, k := range own {
-			if key == k || strings.HasSuffix(k, ".") && strings.HasPrefix(key, k) {
-				return fmt.Errorf("%w: --set %s: every node of a local cluster gets a %s of its own", ErrOptions, s, key)
-			}
+	key, value, _ := strings.Cut(set, "=")
+	for _, k := range own {
+		if key == k || strings.HasSuffix(k, ".") && strings.HasPrefix(key, k) {
+			return fmt.Errorf("every node of a local cluster gets a %s of its own", key)
 		}
-		if at, err := netip.ParseAddr(value); key == "node.bind" && err == nil && !at.IsLoopback() {
-			return fmt.Errorf("%w: --set %s: a local cluster is on loopback, such as 127.0.0.1 or ::1", ErrOptions, s)
-		}
+	}
+	if at, err := netip.ParseAddr(value); key == "node.bind" && err == nil && !at.IsLoopback() {
+		return errors.New("a local cluster is on loopback, such as 127.0.0.1 or ::1")
 	}
 	return nil
 }
@@ -145,29 +186,29 @@ func prepare(o *Options, secrets *secrets) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Cluster{dir: dir, record: record{Name: o.Name, Binary: o.Binary}}
-	first, err := nodeConfig(*o, c.nodes(*o)[0], nil, secrets)
-	if err != nil {
-		return nil, err
-	}
-	return c, enoughMemory(first, o.Prefill+o.Decode)
+	c := &Cluster{dir: dir, record: record{Name: o.Name, Binary: o.Binary, Env: o.Env}}
+	return c, c.enoughMemory(*o, secrets)
 }
 
 // enoughMemory refuses what would end with the kernel killing something.
-func enoughMemory(c *config.Config, nodes int) error {
-	node := c.Geometry().Layout.Bytes()
-	if host, ok := c.HostLayout(); ok {
-		if host.Bytes() > math.MaxInt64-node {
-			return fmt.Errorf("arena and host tier of a rank: %w", memory.ErrLimit)
+func (c *Cluster) enoughMemory(o Options, secrets *secrets) error {
+	nodes := c.nodes(o)
+	var total int64
+	for _, n := range nodes {
+		conf, err := nodeConfig(o, n, nil, secrets)
+		if err != nil {
+			return err
 		}
-		node += host.Bytes()
+		ranks := int64(len(conf.Arena.Ranks))
+		device := conf.Geometry().Layout.Bytes()
+		host, _ := conf.HostLayout() // without one it has no bytes
+		if device > math.MaxInt64-host.Bytes() || device+host.Bytes() > (math.MaxInt64-total)/ranks {
+			return fmt.Errorf("arenas and host tiers of %d nodes: %w", len(nodes), memory.ErrLimit)
+		}
+		total += (device + host.Bytes()) * ranks
 	}
-	ranks := int64(len(c.Arena.Ranks))
-	if node > math.MaxInt64/ranks/int64(nodes) {
-		return fmt.Errorf("%d nodes of %d ranks with %d bytes each: %w", nodes, ranks, node, memory.ErrLimit)
-	}
-	if err := memory.Fits(node * ranks * int64(nodes)); err != nil {
-		return fmt.Errorf("memory for %d nodes of %d ranks with %s each (make them fewer, or give them fewer --pages, --host-pages, or --layers): %w", nodes, ranks, config.Size(node), err)
+	if err := memory.Fits(total); err != nil {
+		return fmt.Errorf("memory for %d nodes, %s in all (make them fewer, or give them fewer --pages, --host-pages, or --layers): %w", len(nodes), config.Size(total), err)
 	}
 	return nil
 }
@@ -205,8 +246,9 @@ func (c *Cluster) nodes(o Options) []Node {
 			nodes = append(nodes, Node{Ready: Ready{Node: name}, Role: role, Dir: filepath.Join(c.dir, name)})
 		}
 	}
-	add("prefill", o.Prefill)
-	add("decode", o.Decode)
+	for _, role := range roles() {
+		add(role, o.count(role))
+	}
 	return nodes
 }
 
@@ -270,13 +312,15 @@ func nodeConfig(o Options, n Node, join []string, secrets *secrets) (*config.Con
 	if err := c.SetEnviron(os.Environ()); err != nil {
 		return nil, err
 	}
-	for _, s := range o.Set {
-		key, value, ok := strings.Cut(s, "=")
-		if !ok {
-			return nil, fmt.Errorf("set %q: want KEY=VALUE, such as arena.pages=1024", s)
-		}
-		if err := c.Set(key, value); err != nil {
-			return nil, err
+	for _, g := range o.given(n.Role) {
+		for _, s := range g.keys {
+			key, value, ok := strings.Cut(s, "=")
+			if !ok {
+				return nil, fmt.Errorf("%s %q: want KEY=VALUE, such as arena.pages=1024", g.flag, s)
+			}
+			if err := c.SetBy(g.flag, key, value); err != nil {
+				return nil, err
+			}
 		}
 	}
 	if !c.Node.Bind.IsLoopback() {
@@ -369,7 +413,7 @@ func (c *Cluster) start(n Node, conf *config.Config) (*start, error) {
 	cmd := exec.Cmd{
 		Path:   c.record.Binary,
 		Args:   []string{"kvferry", "agent", "-c", n.Config()},
-		Env:    environ(),
+		Env:    c.environ(),
 		Dir:    n.Dir,
 		Stdout: w,
 		Stderr: log,
@@ -396,8 +440,9 @@ func (c *Cluster) start(n Node, conf *config.Config) (*start, error) {
 
 // environ is our environment less what would change a node's configuration:
 // it has been applied already.
-func environ() []string {
-	return slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "KVFERRY_") })
+func (c *Cluster) environ() []string {
+	ours := slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "KVFERRY_") })
+	return append(ours, c.record.Env...)
 }
 
 // put adds or replaces a node in cluster.json.

@@ -35,6 +35,8 @@ func (n *Node) openMemory(context.Context) error {
 	if err != nil {
 		return err
 	}
+	seal := probeSeal(n.life)
+	seals.Store(seal.Index, seal.Value)
 	n.seals = seals
 	n.closers = append(n.closers, seals.Close)
 	return nil

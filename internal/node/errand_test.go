@@ -140,24 +140,22 @@ func TestUrgentOvertakesPrefetch(t *testing.T) {
 // TestLargeIsReadInSlices: so something urgent waits for one of them and not for
 // all, one is under way at a time, and nothing is missing in the end.
 func TestLargeIsReadInSlices(t *testing.T) {
-	for _, by := range []string{"shm", "tcp"} {
-		t.Run(by, func(t *testing.T) {
-			t.Parallel()
-			s := &sizes{}
-			prefill, decode := startGated(t, s.wrap, append(small(), [2]string{"transfer.transports", by})...)
-			p, d := openEngine(t, prefill), openEngine(t, decode)
-			offer(t, "large", slices5, p, d)
-			if res, err := d.retrieve("large", "", 0, deadline); err != nil || res.GetBytes() != slices5*128 {
-				t.Fatalf("%v, %v, want %d bytes", res, err, slices5*128)
-			}
-			if got := d.verify("large", "main"); got != slices5 {
-				t.Errorf("%d tokens, want %d", got, slices5)
-			}
-			if read, most := s.seen(); len(read) != 5 || most > 1 {
-				t.Errorf("read in %v, %d at once, want 5 of at most 64 KiB, one at a time", read, most)
-			}
-		})
-	}
+	overAll(t, func(t *testing.T, by [2]string) {
+		t.Helper()
+		s := &sizes{}
+		prefill, decode := startGated(t, s.wrap, append(small(), by)...)
+		p, d := openEngine(t, prefill), openEngine(t, decode)
+		offer(t, "large", slices5, p, d)
+		if res, err := d.retrieve("large", "", 0, deadline); err != nil || res.GetBytes() != slices5*128 {
+			t.Fatalf("%v, %v, want %d bytes", res, err, slices5*128)
+		}
+		if got := d.verify("large", "main"); got != slices5 {
+			t.Errorf("%d tokens, want %d", got, slices5)
+		}
+		if read, most := s.seen(); len(read) != 5 || most > 1 {
+			t.Errorf("read in %v, %d at once, want 5 of at most 64 KiB, one at a time", read, most)
+		}
+	})
 	t.Run("behind an urgent one", func(t *testing.T) {
 		t.Parallel()
 		g := newGate()
@@ -318,20 +316,21 @@ func TestCancelBetweenSlices(t *testing.T) {
 		"while they are read": {Delay: time.Hour},
 		"bytes land late":     {Late: 20 * time.Millisecond},
 	} {
-		for _, by := range []string{"shm", "tcp"} {
-			t.Run(name+" by "+by, func(t *testing.T) {
-				t.Parallel()
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			overAll(t, func(t *testing.T, by [2]string) {
+				t.Helper()
 				prefill, decode := startGated(t, faulty(func(read int) transfertest.Fault {
 					if read == 2 {
 						return fault
 					}
 					return transfertest.Fault{}
-				}), append(small(), [2]string{"timers.attempts", "1"}, [2]string{"transfer.transports", by}, [2]string{"timers.stall", "20s"})...)
+				}), append(small(), by, [2]string{"timers.attempts", "1"}, [2]string{"timers.stall", "20s"})...)
 				p, d := openEngine(t, prefill), openEngine(t, decode)
 				offer(t, "large", slices5, p, d)
 				d.begin("large", false, 0)
 				await(t, "two slices to have landed", func(context.Context) error {
-					if v := metric(t, decode, fmt.Sprintf("kvferry_reads_total{result=%q,transport=%q}", "held", by)); v < 2 {
+					if v := metric(t, decode, fmt.Sprintf("kvferry_reads_total{result=%q,transport=%q}", "held", by[1])); v < 2 {
 						return fmt.Errorf("%v", v)
 					}
 					return nil
@@ -349,6 +348,6 @@ func TestCancelBetweenSlices(t *testing.T) {
 				d.remove("large")
 				awaitAllFree(t, decode)
 			})
-		}
+		})
 	}
 }

@@ -28,5 +28,37 @@ func (n *Node) FillOutbox() {
 	}
 }
 
+// Call is a link that stands.
+type Call interface {
+	Ended() <-chan struct{}
+	Close() error
+}
+
+// CallPeer opens a link of a transport, as that does.
+func (n *Node) CallPeer(ctx context.Context, transport string, life id.Life, hello []byte) ([]byte, Call, error) {
+	answer, c, err := n.callPeer(ctx, transport, life, hello)
+	if err != nil {
+		return nil, nil, err
+	}
+	return answer, c, nil
+}
+
+// ServeLinks lets links of a transport that the node does not have be opened.
+func (n *Node) ServeLinks(transport string, serve func(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error) {
+	n.linking[transport] = serveFunc(serve)
+}
+
+type serveFunc func(context.Context, id.Life, []byte, func([]byte) error) error
+
+func (f serveFunc) Serve(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error {
+	return f(ctx, reader, hello, answer)
+}
+
+// Bounds of links.
+const (
+	MaxHello     = maxHello
+	MaxPeerLinks = maxPeerLinks
+)
+
 // Counts are the manager's.
 func (n *Node) Counts() manager.Counts { return n.manager.Counts() }

@@ -88,7 +88,7 @@ func (e *engine) retrieving(r, reference string, minTokens int) chan result {
 
 // TestReusedPagesAreNeverReady: the pages of a publication get another owner
 // between the announcement and the read. The reader must not take them.
-func TestReusedPagesAreNeverReady(t *testing.T) { overBoth(t, reusedPagesAreNeverReady) }
+func TestReusedPagesAreNeverReady(t *testing.T) { overAll(t, reusedPagesAreNeverReady) }
 
 func reusedPagesAreNeverReady(t *testing.T, by [2]string) {
 	t.Helper()
@@ -148,7 +148,7 @@ func (e *engine) pages(r string) []int32 {
 
 // TestCancelInAnyPhase: when Cancel has returned the request can be used at
 // once, and nothing of the cancelled read lands in it.
-func TestCancelInAnyPhase(t *testing.T) { overBoth(t, cancelInAnyPhase) }
+func TestCancelInAnyPhase(t *testing.T) { overAll(t, cancelInAnyPhase) }
 
 func cancelInAnyPhase(t *testing.T, by [2]string) {
 	t.Helper()
@@ -330,7 +330,7 @@ func TestMaxHold(t *testing.T) {
 
 // TestOwnerLost: whoever reads from a node that goes is told, with its name and
 // life; all others go on.
-func TestOwnerLost(t *testing.T) { overBoth(t, ownerLost) }
+func TestOwnerLost(t *testing.T) { overAll(t, ownerLost) }
 
 func ownerLost(t *testing.T, by [2]string) {
 	t.Helper()
@@ -380,7 +380,7 @@ func ownerLost(t *testing.T, by [2]string) {
 
 // TestOwnerRestarts: the owner comes back three times under its name and on its
 // ports while requests run.
-func TestOwnerRestarts(t *testing.T) { overBoth(t, ownerRestarts) }
+func TestOwnerRestarts(t *testing.T) { overAll(t, ownerRestarts) }
 
 func ownerRestarts(t *testing.T, by [2]string) {
 	t.Helper()

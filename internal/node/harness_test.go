@@ -20,6 +20,7 @@ import (
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/internal/node"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 )
 
 // deadline bounds every single wait of these tests.
@@ -37,23 +38,27 @@ type member struct {
 // nothing is said: they are on one host.
 var overTCP = [2]string{"transfer.transports", "tcp"}
 
-// overBoth runs a test over each transport, with nothing to fall back to.
-func overBoth(t *testing.T, f func(t *testing.T, by [2]string)) {
+// overAll runs a test over each transport, with nothing to fall back to.
+func overAll(t *testing.T, f func(t *testing.T, by [2]string)) {
 	t.Helper()
-	for _, by := range []string{"shm", "tcp"} {
+	for _, by := range config.Transports() {
 		t.Run(by, func(t *testing.T) {
 			t.Parallel()
+			if by == rdmaread.Name {
+				useFabric(t)
+			}
 			f(t, [2]string{"transfer.transports", by})
 		})
 	}
 }
 
-// yaml is the node section that all tests share: small pages, short timers.
+// yaml is the node section that all tests share: small pages, short timers, and no
+// devices, whatever the machine has.
 const yaml = `
 node: {name: %s, role: both, bind: 127.0.0.1, socket: %s, state_dir: %s}
 ports: {gossip: 0, peer: 0, data: 0, http: 0}
 arena: {model: test, pages: 64, page_size: 8, layers: 2, heads: 2, head_dim: 8, dtype: bf16, layout: NHD}
-transfer: {rendezvous: %s}
+transfer: {transports: [shm, tcp], rendezvous: %s}
 cluster: {name: %s, preset: fast}
 timers: {drain: 10ms}
 `

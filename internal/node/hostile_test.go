@@ -49,6 +49,7 @@ type impostor struct {
 	goesOn bool // it says that what lookup answers goes on for what was asked
 	truth  *kvferrypb.HelloResponse
 	pushed chan *kvferrypb.PushRequest // nil: it does not listen
+	link   func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error
 }
 
 func (i *impostor) Hello(ctx context.Context, _ *kvferrypb.HelloRequest) (*kvferrypb.HelloResponse, error) {
@@ -66,6 +67,10 @@ func (i *impostor) Hello(ctx context.Context, _ *kvferrypb.HelloRequest) (*kvfer
 func (i *impostor) Lookup(_ context.Context, req *kvferrypb.LookupRequest) (*kvferrypb.LookupResponse, error) {
 	a, err := i.lookup(req)
 	return &kvferrypb.LookupResponse{Announcement: a, Continues: i.goesOn}, err
+}
+
+func (i *impostor) Link(r *kvferrypb.LinkRequest, s grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
+	return i.link(r, s)
 }
 
 func (i *impostor) Push(s grpc.BidiStreamingServer[kvferrypb.PushRequest, kvferrypb.PushResponse]) error {

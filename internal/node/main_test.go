@@ -28,6 +28,7 @@ func TestMain(m *testing.M) {
 		code = 1
 	}
 	_ = os.RemoveAll(rendezvous)
+	_ = os.RemoveAll(fabricDir) // which may be ""
 	// memberlist waits for none of its goroutines: a probe may outlive its
 	// cluster by its longest interval.
 	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); {

@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 )
 
 // metrics knows the names of everything that is measured. What other packages
@@ -110,7 +111,7 @@ func newMetrics(n *Node) *metrics {
 		m.evictions: {forAdmit, forRetrieve, forReload},
 		m.verified:  {"good", "bad", "unknown"},
 		m.stale:     {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
-		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "push", "push_pull"},
+		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "link", "push", "push_pull"},
 		m.rejects: {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"}, // of page.Difference
 	} {
 		for _, v := range values {
@@ -180,6 +181,7 @@ func (s snapshot) Collect(ch chan<- prometheus.Metric) {
 	s.owner(out, now)
 	s.reader(out, now)
 	s.transports(out)
+	s.rdma(out)
 	s.gossip(out)
 	s.log(out, now)
 	s.board(out, now)
@@ -273,6 +275,19 @@ func (s snapshot) transports(out samples) {
 		out.counts("served_refused_total", "What was refused of what came to a transport.", "why", c.refused, is...)
 		out.gauges("data_connections", "Connections that are open.", "by", c.connections, is...)
 	}
+}
+
+// rdma is what only that transport counts: 0 where it is not open.
+func (s snapshot) rdma(out samples) {
+	var c rdmaread.Stats
+	if s.node.rdma != nil {
+		c = s.node.rdma.Stats()
+	}
+	out.gauge("rdma_registered_bytes", "Memory that devices have registered for peers to read, arenas and seal table, on all devices together.", float64(c.RegisteredBytes))
+	out.counts("rdma_lane_failures_total", "What broken lanes made necessary: a window that another lane or a fresh queue pair ended, and a fresh queue pair.", "what", map[string]uint64{
+		"failover": c.Failovers, "replaced": c.Replaced,
+	})
+	out.count("rdma_crossings_total", "Calls into the verbs library to post reads and to reap them.", c.Crossings)
 }
 
 // gossip is what the cluster counts.

@@ -5,13 +5,15 @@
 // the owner's rule) and decode.go (find, and admit), with follow.go (the reader's
 // hold on a publication), pull.go (read, and settle), errand.go (in slices, each in
 // its turn), group.go (owners of several ranks), and verify.go (checksums) behind
-// it. Around them: steps.go the step
-// cycle, kv.go KV through calls, host.go the host tier, peers.go this node's hold
-// on the others, route.go by which transport they are read, session.go the engines at work, lease.go who still reads what,
-// sweep.go everything that happens because time passes, gossip.go what the
-// cluster tells, security.go who others prove to be, keyring.go the gossip keys,
-// warmup.go the check after warm-up, drain.go the way out, and engine.go, peer.go,
-// admin.go and page.go (look), operate.go (change) the three services, thin.
+// it. Around them: steps.go the step cycle, kv.go KV through calls, host.go the
+// host tier, peers.go this node's hold on the others, route.go by which transport
+// they are read, link.go the calls by which transports open links, session.go the
+// engines at work, lease.go who still reads what, sweep.go everything that happens
+// because time passes, gossip.go what the cluster tells, security.go who others
+// prove to be, keyring.go the gossip keys, warmup.go the check after warm-up,
+// drain.go the way out, doctor.go what the machine has for it, probe.go by what a
+// peer can be read, and engine.go, peer.go, admin.go and page.go (look), operate.go
+// (change) the three services, thin.
 //
 // Locks are taken in this order, and none is held across I/O or a wait:
 //
@@ -39,6 +41,7 @@ import (
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/publish"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 )
 
 // ErrFenced is wrapped by Err of a node that gave itself up because a newer
@@ -50,8 +53,8 @@ const (
 	meetTime = 2 * time.Second // that a reference may be ahead of the news of its owner
 )
 
-// maxPublications are live at once: a seal word each, and one that is not used.
-const maxPublications = memory.Words - 1
+// maxPublications are live at once: a seal word each, and the last one is for probes.
+const maxPublications = probeWord
 
 // Options set up a Node. A zero field means its default.
 type Options struct {
@@ -95,9 +98,12 @@ type Node struct {
 	peers      *peers
 	follows    *follows
 	sessions   *sessions
-	transports []transfer.Transport // in order of preference
-	counting   []counting           // what each of them counts
-	refused    []refusal            // those that are not used, and why
+	transports []transfer.Transport  // in order of preference
+	counting   []counting            // what each of them counts
+	refused    []refusal             // those that are not used, and why
+	linking    map[string]linkServer // those that open links by a call, by name
+	links      links                 // that peers have opened so
+	rdma       *rdmaread.Transport   // nil: not open
 	reads      *transfer.Queue
 	cluster    *cluster.Cluster
 	keyring    *keyring
@@ -112,6 +118,7 @@ type Node struct {
 	joined   atomic.Bool
 	kick     chan struct{} // one wish is as good as many
 	flushing sync.Mutex    // one flush at a time
+	probing  chan struct{} // one probe at a time: all write the sink
 	swept    atomic.Int64  // unix nanoseconds of the last sweep
 
 	mu      sync.Mutex
@@ -166,6 +173,7 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 		follows:  newFollows(),
 		reads:    newReads(c.Transfer.Limits),
 		kick:     make(chan struct{}, 1),
+		probing:  make(chan struct{}, 1),
 		leaving:  newLeaving(),
 	}
 	n.swept.Store(n.started.UnixNano())
@@ -247,7 +255,7 @@ func (n *Node) openManager(context.Context) error {
 	}
 	t := n.config.Timers
 	n.manager = m
-	n.plog = publish.NewLog(publish.LogOptions{Life: n.life, Live: maxPublications, Fast: n.fast()})
+	n.plog = publish.NewLog(publish.LogOptions{Life: n.life, Words: maxPublications, Live: maxPublications, Fast: n.fast()})
 	n.board = publish.NewBoard(publish.BoardOptions{Life: n.life, Grace: t.Grace, Fast: n.fast()})
 	n.owner = newOwner(m, n.plog, n.seals, newHolds(holdTimers{
 		hold: t.Hold, lease: t.Lease, maxHold: t.MaxHold, tombstone: t.Tombstone, live: maxPublications, readers: kvferrypb.MaxReaders,

@@ -223,6 +223,25 @@ func (ps *peers) owner(l id.Life) (*peer, error) {
 	}
 }
 
+// await returns the peer of a life that is a member, or becomes one while ctx
+// lasts, a call's time at most: gossip may be later than what a member says itself.
+func (ps *peers) await(ctx context.Context, l id.Life) (*peer, error) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	for {
+		changed := ps.watch()
+		p, err := ps.owner(l)
+		if !errors.Is(err, errUnknownNode) {
+			return p, err
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
 // show tells the board whether what the peer owns can be read. It is the only
 // one that does, so that the last word is the right one. Where names have to be
 // proved, a member is nobody until its hello has done it.

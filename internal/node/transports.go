@@ -1,8 +1,10 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"slices"
@@ -10,14 +12,11 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
-	"github.com/kvferry/kvferry/rdma"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
-
-// notBuilt is why a transport that kvferry is to have is not there.
-const notBuilt = "not built into this binary"
 
 // refusal says why a transport is not used.
 type refusal struct{ transport, reason string }
@@ -48,6 +47,7 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 	// Everything that runs is ended before the memory that it uses is closed.
 	defer func() { n.closers = append(n.closers, n.quiesce) }()
 	want := n.config.Transfer
+	n.linking = make(map[string]linkServer)
 	for _, name := range want.Transports {
 		if want.Require != "" && name != want.Require {
 			n.refused = append(n.refused, refusal{name, "transfer.require is " + want.Require})
@@ -57,7 +57,11 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 		switch {
 		case errors.Is(err, transfer.ErrUnavailable):
 			n.refused = append(n.refused, refusal{name, err.Error()})
-			n.log.Warn("transport is not available", "transport", name, "err", err)
+			level := slog.LevelWarn
+			if name == rdmaread.Name && want.Require == "" && slices.Equal(want.Transports, config.Transports()) {
+				level = slog.LevelInfo // who asks for whatever there is does not miss a device
+			}
+			n.log.Log(n.ctx, level, "transport is not available", "transport", name, "err", err)
 			continue
 		case err != nil:
 			return err
@@ -69,11 +73,12 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 		}
 		n.transports = append(n.transports, t)
 	}
-	for _, name := range slices.Concat([]string{"cudaipc", "rdma"}, config.Transports()) {
+	for _, name := range config.Transports() {
 		if !slices.Contains(want.Transports, name) {
-			n.refused = append(n.refused, refusal{name, missing(name)})
+			n.refused = append(n.refused, refusal{name, "not in transfer.transports"})
 		}
 	}
+	n.refused = append(n.refused, refusal{"cudaipc", noCUDAIPC()})
 	if len(n.transports) == 0 {
 		return fmt.Errorf("open transports: none of %v can be used (transfer.require %q): %v: %w", want.Transports, want.Require, n.refused, transfer.ErrUnavailable)
 	}
@@ -87,10 +92,12 @@ func (n *Node) openTransport(name string) (transfer.Transport, func() counts, er
 	switch name {
 	case shm.Name:
 		return n.openSHM(local, limits)
+	case rdmaread.Name:
+		return n.openRDMA(local, limits)
 	case tcp.Name:
 		return n.openTCP(local, limits)
 	default:
-		return nil, nil, fmt.Errorf("%s: %w", missing(name), transfer.ErrUnavailable)
+		return nil, nil, fmt.Errorf("transport %.80q is unknown: %w", name, transfer.ErrUnavailable) // the configuration has been checked
 	}
 }
 
@@ -110,6 +117,42 @@ func (n *Node) openSHM(local transfer.Local, limits transfer.Limits) (transfer.T
 			links: s.Served, blind: true,
 			refused:     map[string]uint64{"garbage": s.Garbage, "stranger": s.Strangers, "busy": s.Refused, "evicted": s.Evicted},
 			connections: map[string]int{"peers": s.Accepted, "us": s.Links},
+		}
+	}, nil
+}
+
+func (n *Node) openRDMA(local transfer.Local, limits transfer.Limits) (transfer.Transport, func() counts, error) {
+	c := n.config.Transfer.RDMA
+	var gid *int // chosen
+	if c.GIDIndex >= 0 {
+		gid = &c.GIDIndex
+	}
+	t, err := rdmaread.Listen(rdmaread.Options{
+		Local: local, Limits: limits, Logger: n.log,
+		Devices: c.Devices, GIDIndex: gid, MTU: c.MTU, Reads: c.Reads, QueuePairs: c.QueuePairs, Library: c.Library,
+		TrafficClass: uint8(c.TrafficClass), ServiceLevel: uint8(c.ServiceLevel), Timeout: uint8(c.Timeout), RetryCount: uint8(c.RetryCount),
+		Call: func(ctx context.Context, peer transfer.Peer, hello []byte) ([]byte, rdmaread.Call, error) {
+			answer, call, err := n.callPeer(ctx, rdmaread.Name, peer.Life, hello)
+			if err != nil {
+				return nil, nil, err
+			}
+			return answer, call, nil
+		},
+	})
+	if err != nil {
+		return nil, nil, fmt.Errorf("open rdma (transfer.rdma, or take it out of transfer.transports): %w", err)
+	}
+	n.rdma, n.linking[rdmaread.Name] = t, t
+	for _, p := range t.Paths() {
+		n.log.Info("RDMA port", "device", p.Device, "port", p.Port, "link", p.Link, "gid", p.GID, "state", p.State)
+	}
+	return t, func() counts {
+		s := t.Stats()
+		return counts{
+			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes,
+			links: s.Served, blind: true,
+			refused:     map[string]uint64{"garbage": s.Garbage, "stranger": s.Strangers, "busy": s.Refused + n.links.refusals(), "late": s.Late},
+			connections: map[string]int{"peers": s.Accepted, "us": s.Lanes},
 		}
 	}, nil
 }
@@ -142,21 +185,10 @@ func (n *Node) openTCP(local transfer.Local, limits transfer.Limits) (transfer.T
 	}, nil
 }
 
-// missing says why a transport is not there, and whether this machine could
-// use it.
-func missing(name string) string {
-	var err error
-	switch name {
-	case "rdma":
-		_, err = rdma.Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH"))
-	case "cudaipc":
-		_, err = cuda.Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH"))
-	default:
-		if slices.Contains(config.Transports(), name) {
-			return "not in transfer.transports"
-		}
-	}
-	if err != nil {
+// noCUDAIPC says why there is no cudaipc, and whether this machine could use it.
+func noCUDAIPC() string {
+	const notBuilt = "not built into this binary"
+	if _, err := cuda.Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH")); err != nil {
 		return fmt.Sprintf("%s; this machine: %v", notBuilt, err)
 	}
 	return notBuilt

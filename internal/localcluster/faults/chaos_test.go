@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -15,6 +16,9 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/localcluster"
+	"github.com/kvferry/kvferry/rdma/rdmatest"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
@@ -41,15 +45,30 @@ type tally struct {
 func (y *tally) count(f func()) { y.mu.Lock(); defer y.mu.Unlock(); f() }
 
 // TestChaos kills and restarts prefill nodes at random while requests run, over
-// both transports. Some of the readers give up, and some of the publishers revoke,
-// at any moment. There are few pages more than are in use at once, so that what was
+// shared memory and TCP at once, or by RDMA, over a fabric that loses, delays, and
+// refuses. Some of the readers give up, and some of the publishers revoke, at any
+// moment. There are few pages more than are in use at once, so that what was
 // released is soon written again.
 func TestChaos(t *testing.T) {
-	t.Parallel()
-	c := up(t, 3, 2, "arena.pages=140", "arena.layers=4", "arena.heads=4", "arena.head_dim=64", // 4 KiB a token
-		"timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s")
+	for name, transports := range map[string][]string{"shm and tcp": {shm.Name, tcp.Name}, "rdma": {rdmaread.Name}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			chaos(t, transports)
+		})
+	}
+}
+
+func chaos(t *testing.T, transports []string) {
+	w, env := fabricOf(t, transports[0])
+	c := start(t, localcluster.Options{Prefill: 3, Decode: 2, Env: env, Set: []string{
+		"arena.pages=140", "arena.layers=4", "arena.heads=4", "arena.head_dim=64", // 4 KiB a token
+		"timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s",
+		"transfer.transports=" + strings.Join(transports, ","),
+	}})
 	prefill := []string{"prefill-0", "prefill-1", "prefill-2"}
-	c.tcpOnly("prefill-1")
+	if w == nil {
+		c.tcpOnly("prefill-1")
+	}
 	decode := []*engine{c.engine("decode-0"), c.engine("decode-1")}
 	for _, p := range prefill {
 		for _, d := range decode {
@@ -66,7 +85,7 @@ func TestChaos(t *testing.T) {
 			t.Fatal(err)
 		}
 		before[n.Node] = u
-		for _, transport := range []string{shm.Name, tcp.Name} {
+		for _, transport := range transports {
 			if warm[n.Node+transport], err = readBytes(t.Context(), n.HTTP.String(), transport); err != nil {
 				t.Fatal(err)
 			}
@@ -83,6 +102,9 @@ func TestChaos(t *testing.T) {
 		work.Go(func() {
 			chaosWorker(ctx, c, y, worker, prefill, decode[worker%2], rand.New(rand.NewPCG(seed, uint64(worker))))
 		})
+	}
+	if w != nil {
+		work.Go(func() { storms(ctx, w, rand.New(rand.NewPCG(seed, 100))) })
 	}
 	kills := 0
 	rnd := rand.New(rand.NewPCG(seed, 99))
@@ -102,7 +124,7 @@ func TestChaos(t *testing.T) {
 	if kills == 0 || y.ready == 0 {
 		t.Error("nothing happened")
 	}
-	for _, transport := range []string{shm.Name, tcp.Name} {
+	for _, transport := range transports {
 		sum := 0.0
 		for _, d := range decode {
 			n, err := readBytes(t.Context(), c.must(d.node()).HTTP.String(), transport)
@@ -114,6 +136,20 @@ func TestChaos(t *testing.T) {
 		t.Logf("%.0f bytes over %s", sum, transport)
 		if sum == 0 {
 			t.Errorf("nothing went over %s", transport)
+		}
+	}
+
+	if w != nil {
+		broken := 0.0
+		for _, d := range decode {
+			n, err := metric(t.Context(), c.must(d.node()).HTTP.String(), "kvferry_rdma_lane_failures_total")
+			if err != nil {
+				t.Fatal(err)
+			}
+			broken += n
+		}
+		if t.Logf("lanes were replaced and windows moved %.0f times", broken); broken == 0 {
+			t.Error("nothing was wrong with the fabric")
 		}
 	}
 
@@ -133,6 +169,15 @@ func TestChaos(t *testing.T) {
 	for _, d := range decode {
 		n := c.must(d.node())
 		awaitUsage(t, n.Node, n.PID, n.HTTP.String(), before[n.Node], 15)
+	}
+}
+
+// storms changes what is wrong with a fabric, and leaves it in order.
+func storms(ctx context.Context, w *rdmatest.World, rnd *rand.Rand) {
+	defer w.Clear()
+	for ctx.Err() == nil {
+		w.Set(storm(rnd.IntN))
+		pause(ctx, time.Duration(50+rnd.IntN(200))*time.Millisecond)
 	}
 }
 

@@ -9,8 +9,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvferry/kvferry/transfer/shm"
-	"github.com/kvferry/kvferry/transfer/tcp"
+	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/localcluster"
+	"github.com/kvferry/kvferry/rdma/rdmatest"
 )
 
 // peerRestarts is how often a peer is started again: 200 times with a soak of 50 s.
@@ -56,9 +57,10 @@ func memoryFiles(maps []string) (n int) {
 
 // TestPeerRestartsLeaveNothing starts a peer again and again, after SIGKILL and
 // after SIGTERM, on the same ports and on others, and reads from each life. The
-// reader uses nothing more for it: no file, goroutine, thread, or mapping.
+// reader uses nothing more for it: no file, goroutine, thread, mapping, or queue
+// pair.
 func TestPeerRestartsLeaveNothing(t *testing.T) {
-	for _, transport := range []string{shm.Name, tcp.Name} {
+	for _, transport := range config.Transports() {
 		t.Run(transport, func(t *testing.T) {
 			t.Parallel()
 			peerRestartsLeaveNothing(t, transport)
@@ -71,7 +73,10 @@ func peerRestartsLeaveNothing(t *testing.T, transport string) {
 		peer   = "prefill-1"
 		warmup = 4 // of every kind one
 	)
-	c := up(t, 2, 1, "transfer.transports="+transport, "timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.stall=1s")
+	w, env := fabricOf(t, transport)
+	c := start(t, localcluster.Options{Prefill: 2, Decode: 1, Env: env, Set: []string{
+		"transfer.transports=" + transport, "timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.stall=1s",
+	}})
 	to, reader := c.engine("decode-0"), c.must("decode-0")
 	restarts := peerRestarts()
 	// What the runtime may have more at one time than at another: far less than
@@ -80,9 +85,11 @@ func peerRestartsLeaveNothing(t *testing.T, transport string) {
 	spare := footprint{usage: usage{files: 3, goroutines: 3}, threads: 4, mappings: 12 + restarts/8}
 	begin := time.Now()
 	var before footprint
+	var devices rdmatest.Tally
 	for i := range warmup + restarts {
 		if i == warmup {
 			before = settled(t, reader.PID, reader.HTTP.String())
+			devices = openOf(w)
 		}
 		if i%4 < 2 {
 			if err := c.Kill(peer, syscall.SIGTERM); err != nil {
@@ -112,6 +119,9 @@ func peerRestartsLeaveNothing(t *testing.T, transport string) {
 			now.threads > before.threads+spare.threads || now.mappings > before.mappings+spare.mappings || now.memory > before.memory) {
 			err = fmt.Errorf("%+v", now)
 		}
+		if open := openOf(w); err == nil && open != devices {
+			err = fmt.Errorf("of the devices is open %+v, before %+v", open, devices)
+		}
 		return err
 	})
 	t.Logf("after them %+v", now)
@@ -120,6 +130,15 @@ func peerRestartsLeaveNothing(t *testing.T, transport string) {
 		t.Errorf("%v bytes were read over %s: %v", n, transport, err)
 	}
 	awaitFree(t, reader.Node, dial(t, reader.Engine), patience)
+}
+
+// openOf is what is open of a fabric's devices; nothing, if there is none.
+func openOf(w *rdmatest.World) (t rdmatest.Tally) {
+	if w != nil {
+		c := w.Counts()
+		t = rdmatest.Tally{Contexts: c.Contexts, PDs: c.PDs, Regions: c.Regions, CQs: c.CQs, QPs: c.QPs, Channels: c.Channels}
+	}
+	return t
 }
 
 // settled is what a process uses once two looks in a row have found the same.

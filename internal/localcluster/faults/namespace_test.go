@@ -30,8 +30,8 @@ func enclosed(t *testing.T) []string {
 	return words
 }
 
-// startEnclosed runs an agent in a PID namespace until the end of the test.
-func startEnclosed(t *testing.T, below []string, c *config.Config) *agent {
+// startBelow runs an agent below the words of a command until the end of the test.
+func startBelow(t *testing.T, below []string, c *config.Config) *agent {
 	t.Helper()
 	a, ready := launch(t, c, below...)
 	var line []byte
@@ -59,7 +59,7 @@ func TestNamespaces(t *testing.T) {
 		if change != nil {
 			change(&conf.Transfer)
 		}
-		return startEnclosed(t, below, conf)
+		return startBelow(t, below, conf)
 	}
 	elsewhere := filepath.Join(t.TempDir(), "meet")
 	owner := agentOf("owner", nil)

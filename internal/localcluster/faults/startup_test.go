@@ -85,6 +85,12 @@ func refused(t *testing.T, conf *config.Config, words ...string) {
 	t.Helper()
 	a, _ := launch(t, conf)
 	code, log := a.awaitExit(t)
+	refusedWith(t, conf, code, log, words...)
+}
+
+// refusedWith looks at what an agent that must not start has left and said.
+func refusedWith(t *testing.T, conf *config.Config, code int, log string, words ...string) {
+	t.Helper()
 	if code != 1 {
 		t.Errorf("exit code %d, want 1", code)
 	}

@@ -14,7 +14,8 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
-	"github.com/kvferry/kvferry/transfer/shm"
+	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
 
@@ -24,7 +25,7 @@ import (
 // that knows of it and has mapped the memory gets it. Once gossip has found that
 // the owner is silent, it is nobody's owner either way.
 func TestOwnerIsStopped(t *testing.T) {
-	for _, transport := range []string{shm.Name, tcp.Name} {
+	for _, transport := range config.Transports() {
 		t.Run(transport, func(t *testing.T) {
 			t.Parallel()
 			ownerIsStopped(t, transport)
@@ -33,7 +34,11 @@ func TestOwnerIsStopped(t *testing.T) {
 }
 
 func ownerIsStopped(t *testing.T, transport string) {
-	c := up(t, 2, 2, "transfer.transports="+transport, "timers.stall=1s", "timers.hold=5m", "timers.lease=2s", "timers.lease_renew=500ms")
+	_, env := fabricOf(t, transport)
+	c := start(t, localcluster.Options{Prefill: 2, Decode: 2, Env: env, Set: []string{
+		"transfer.transports=" + transport, "timers.stall=1s", "timers.hold=5m", "timers.lease=2s", "timers.lease_renew=500ms",
+	}})
+	oneSided := transport != tcp.Name
 	const owner = "prefill-1"
 	from, to := c.engine(owner), c.engine("decode-0")
 	life := c.must(owner).Incarnation
@@ -49,7 +54,7 @@ func ownerIsStopped(t *testing.T, transport string) {
 		t.Fatal(err)
 	}
 	early := kept
-	if transport == shm.Name {
+	if oneSided {
 		early = newRequest("read early", 60)
 		early.keep = true
 		if err := from.publish(c.ctx, early); err != nil {
@@ -70,12 +75,11 @@ func ownerIsStopped(t *testing.T, transport string) {
 	// At once, while it is a member like any other.
 	err := to.retrieve(c.ctx, early, early.reference, patience)
 	took := time.Since(begin)
-	switch transport {
-	case shm.Name:
+	if oneSided {
 		if err != nil || took > time.Second {
 			t.Errorf("the memory of a stopped owner was read after %v: %v", took, err)
 		}
-	case tcp.Name:
+	} else {
 		wantFailure(t, err, owner, life, kvferrypb.Failure_TRANSPORT, kvferrypb.Failure_OWNER_LOST)
 		if took > 12*time.Second {
 			t.Errorf("a stopped owner was waited for %v", took)
@@ -122,7 +126,7 @@ func ownerIsStopped(t *testing.T, transport string) {
 		t.Errorf("after it went on: %v", err)
 	}
 	l.end()
-	if transport == shm.Name { // the owner was buried before it could be told that this was read
+	if oneSided { // the owner was buried before it could be told that this was read
 		from.remove(early.name)
 	}
 	awaitFree(t, owner, dial(t, c.must(owner).Engine), patience)
