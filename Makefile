@@ -44,8 +44,9 @@ model: ## the model of read safety alone (docs/model); M="NAME...": some of its 
 fuzz: ## every fuzz test for FUZZ=60s
 	scripts/fuzz.sh $(FUZZ)
 
-bench: build ## the figures of docs/benchmarks.md, which it writes
+bench: ## the figures of docs/benchmarks.md, which it writes
 	@scripts/deps.sh bench
+	@$(MAKE) build
 	scripts/with-cluster.sh --prefill 1 --decode 1 -- bench -o markdown --plot bin/benchmarks.svg >bin/benchmarks.md
 	mv bin/benchmarks.md bin/benchmarks.svg docs/
 	@sed -n '/^## Promises/,/^## Method/p' docs/benchmarks.md
@@ -54,9 +55,9 @@ bench: build ## the figures of docs/benchmarks.md, which it writes
 soak: ## the random tests for SOAK=10m each, under the race detector
 	go test -race -count=1 -timeout 0 $$(grep -lrs '"soak"' --include=*_test.go . | xargs -n1 dirname | sort -u) -soak=$(SOAK)
 
-test-rdma: ## the tests of RDMA in a throw-away machine with Soft-RoCE devices
-	@scripts/deps.sh test
-	KVFERRY_RDMA_DEVICE=rxe0 KVFERRY_VM_PASS=KVFERRY_RDMA_DEVICE go test -count=1 -v -exec "$(CURDIR)/scripts/vm.sh" ./rdma
+test-rdma: ## everything of RDMA in throw-away machines with Soft-RoCE devices, slow and lossy links and figures included
+	@scripts/deps.sh rdma
+	@scripts/test-rdma.sh
 
 generate: ## api/kvferrypb from its .proto files
 	cd api && go tool -modfile=../.ci/tools.mod buf generate

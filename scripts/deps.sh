@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# deps.sh [--check] [build|check|test|bench]
+# deps.sh [--check] [build|check|test|vm|rdma|bench]
 #
 # Says what this machine lacks to build kvferry (build), to check it (check),
-# to run all of its tests (test, the default), or to run its benchmarks too
-# (bench), and installs it by apt where it may: as root, or by a sudo that asks
-# nothing.
+# to run all of its tests (test, the default) or those in a throw-away machine
+# alone (vm), to run those of RDMA too (rdma), or its benchmarks (bench), and
+# installs it by apt where it may: as root, or by a sudo that asks nothing.
 #
 # --check installs nothing. Exit: 0 all there; 2 something is missing and
 # cannot be installed from here (the one command that would is printed);
 # with --check, 1 something is missing that a run without --check would install.
 set -euo pipefail
+cd "$(dirname "$0")/.."
 
 say() { echo "deps: $*"; }
 die() { echo "deps: $*" >&2; exit 2; }
@@ -17,7 +18,7 @@ die() { echo "deps: $*" >&2; exit 2; }
 check=
 [ "${1:-}" = --check ] && { check=1; shift; }
 scope=${1:-test}
-case $scope in build | check | test | bench) ;; *) die "usage: deps.sh [--check] [build|check|test|bench]" ;; esac
+case $scope in build | check | test | vm | rdma | bench) ;; *) die "usage: deps.sh [--check] [build|check|test|vm|rdma|bench]" ;; esac
 export PATH=$PATH:/usr/local/go/bin:/usr/sbin:/sbin
 
 missing=() # packages of Debian
@@ -64,11 +65,21 @@ fi
 # ---- check: the model checker of docs/model, which uses gcc too.
 [ "$scope" != check ] || need spin spin
 
-# ---- bench: the yardstick of the TCP figures. That of shared memory, memcpy, takes
-# the C compiler that building does.
-[ "$scope" != bench ] || need iperf3 iperf3
+# ---- bench: the yardsticks of the TCP figures and, where there is a device, of
+# RDMA's. That of shared memory, memcpy, takes the C compiler that building does.
+if [ "$scope" = bench ]; then
+	need iperf3 iperf3
+	[ -z "$(ls /sys/class/infiniband 2>/dev/null)" ] || need ib_read_bw perftest
+fi
 
-# ---- test: a throw-away machine with Soft-RoCE devices (scripts/vm.sh).
+# ---- test, rdma, bench: what the tag rdma takes (scripts/tags.sh).
+if [[ $scope == test || $scope == rdma || $scope == bench ]] && ! scripts/tags.sh 2>/dev/null | grep -q rdma; then
+	case $(uname -m) in
+	x86_64 | aarch64) lack libibverbs-dev infiniband/verbs.h ;;
+	esac
+fi
+
+# ---- test, vm, rdma: a throw-away machine with Soft-RoCE devices (scripts/vm.sh).
 bootable() {
 	local kernel
 	for kernel in /boot/vmlinuz-*; do
@@ -76,7 +87,7 @@ bootable() {
 	done
 	return 1
 }
-if [[ $scope == test || $scope == bench ]] && [ "$(uname -m)" = x86_64 ]; then
+if [[ $scope == test || $scope == vm || $scope == rdma ]] && [ "$(uname -m)" = x86_64 ]; then
 	need qemu-system-x86_64 qemu-system-x86
 	need busybox busybox-static
 	need cpio cpio
@@ -88,6 +99,12 @@ if [[ $scope == test || $scope == bench ]] && [ "$(uname -m)" = x86_64 ]; then
 	bootable || lack linux-image-amd64 "a kernel in /boot with the module rdma_rxe"
 	ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1 ' || lack libibverbs1 libibverbs.so.1
 	[ -e /etc/libibverbs.d/rxe.driver ] || lack ibverbs-providers "libibverbs' provider rxe"
+fi
+
+# ---- rdma: the yardstick, and what delays and loses packets.
+if [ "$scope" = rdma ]; then
+	need ib_read_bw perftest
+	need tc iproute2
 fi
 
 if [ ${#missing[@]} -eq 0 ]; then
@@ -120,4 +137,4 @@ trap 'rm -f "$log"' EXIT
 	tail -n 20 "$log" >&2
 	die "apt-get failed (above); run: apt-get update && apt-get install -y --no-install-recommends ${missing[*]}"
 }
-"$0" --check "$scope" || die "apt-get succeeded, and what stands above is still missing"
+scripts/deps.sh --check "$scope" || die "apt-get succeeded, and what stands above is still missing"

@@ -33,10 +33,13 @@ fail() {
 	return 1
 }
 
+tags=$(scripts/tags.sh) # which says what is left out
+has_rdma() { [[ $tags == *rdma* ]]; }
+
 # ---- build: the binary as it is shipped, and everything without a tag.
 part_build() {
 	go build ./...
-	go build -trimpath -tags "$(scripts/tags.sh)" -o bin/kvferry ./cmd/kvferry
+	go build -trimpath -tags "$tags" -o bin/kvferry ./cmd/kvferry
 	bin/kvferry version
 }
 
@@ -49,52 +52,27 @@ part_static() {
 # ---- vet: what the compiler lets pass, and the import table.
 part_vet() {
 	go vet ./...
+	go vet -tags "$tags" ./...
 	go test -count=1 ./internal/layers
 }
 
-# readable turns the output of go test -v into what a person reads: one line a
-# package, every skip with its reason, and what a failed test said: the last 60
-# lines of it, or of its package if no test is to blame.
-readable() {
-	awk -v most=60 '
-		function last(text, title,   lines, n, i) {
-			n = split(text, lines, "\n") - 1
-			print "---- " title
-			if (n > most) print "  (" n - most " lines before these, of which:"
-			for (i = 1; i <= n - most; i++) if (lines[i] ~ /_test\.go:[0-9]+: / && lines[i] !~ /level=/) print lines[i]
-			if (n > most) print "  )"
-			for (i = n > most ? n - most + 1 : 1; i <= n; i++) print lines[i]
-		}
-		/^[ \t]*=== (RUN|PAUSE|CONT|NAME)/ { test = $3; next }
-		/^[ \t]+[A-Za-z0-9_]+_test\.go:[0-9]+: / { said[test] = $0; sub(/^[ \t]+/, "", said[test]) }
-		/^[ \t]*--- PASS: / { next }
-		/^[ \t]*--- SKIP: / { skips = skips "  skipped " $3 ": " said[$3] "\n"; next }
-		/^[ \t]*--- FAIL: / { failed[++fails] = $3; next }
-		/^(ok|FAIL|\?)[ \t]/ {
-			if ($1 == "FAIL") {
-				for (i = 1; i <= fails; i++) if (by[failed[i]] != "") last(by[failed[i]], failed[i])
-				if (!fails) last(chunk, $2)
-			}
-			print; printf "%s", skips; fflush()
-			chunk = skips = test = ""; fails = 0; split("", said); split("", by); next
-		}
-		/^(FAIL|PASS|exit status .*)$/ { next }
-		{ chunk = chunk $0 "\n"; by[test] = by[test] $0 "\n" }
-		END { if (chunk != "") last(chunk, "without a package") }'
-}
-
-# ---- race: every test, under the race detector.
+# ---- race: every test, under the race detector; those of RDMA by emulated verbs.
 part_race() {
-	local log=$tmp/race.log tested=$tmp/tested status=0
+	local log=$tmp/race.log tested=$tmp/tested status=0 transports=(memory shm tcp)
 	: >"$tested"
-	KVFERRY_TESTED_FILE=$tested go test -race -v -timeout 15m -tags "$(scripts/tags.sh)" ./... 2>&1 |
-		tee "$log" | readable || status=$?
+	env -u KVFERRY_RDMA_DEVICE KVFERRY_TESTED_FILE="$tested" \
+		go test -race -v -timeout 15m -tags "$tags" ./... 2>&1 | tee "$log" | scripts/readable.sh || status=$?
 	[ "$status" -eq 0 ] || return "$status"
-	sort -u "$tested" | paste -sd' ' | sed 's/^/transports tested: /' >>"$notes"
+	sort -u "$tested" | sed 's/^rdma$/& (emulated verbs)/' | paste -sd' ' | sed 's/^/transports tested: /' >>"$notes"
 	sed -n 's/^ *\(rdma\|cuda\)_test\.go:[0-9]*: .*reason /not on this machine: /p' "$log" | grep -v 'nil>$' >>"$notes" || true
-	# These need nothing but the kernel.
+	# These need nothing but the kernel, and a C compiler with headers.
+	if has_rdma; then
+		transports+=(rdma)
+	else
+		echo "RDMA NOT TESTED: $(scripts/tags.sh 2>&1 >/dev/null)" | tee -a "$notes"
+	fi
 	local transport
-	for transport in memory shm tcp; do
+	for transport in "${transports[@]}"; do
 		grep -qx "$transport" "$tested" || fail "the transport $transport can run here and was not tested"
 	done
 }
@@ -106,7 +84,7 @@ part_vm() {
 		return
 	fi
 	local status=0
-	scripts/deps.sh --check test || status=$?
+	scripts/deps.sh --check vm || status=$?
 	case $status in
 	0) ;;
 	1) fail "the machine could run the VM: run scripts/deps.sh first" ;;
@@ -115,21 +93,23 @@ part_vm() {
 		return
 		;;
 	esac
+	local root=$tmp/root log=$tmp/vm.log transport transports=(shm tcp)
 	[ -x "$tmp/kvferry" ] || part_static
-	local package files=$tmp/kvferry:/root/kvferry
-	for package in internal/memory transfer/shm transfer/tcp rdma; do
-		CGO_ENABLED=0 go test -c -o "$tmp/${package##*/}.test" "./$package"
-		files+=" $tmp/${package##*/}.test:/root/${package##*/}.test"
-	done
+	mkdir -p "$root"
+	cp "$tmp/kvferry" "$root/kvferry.static"
+	CGO_ENABLED=0 scripts/test-binaries.sh "$root" internal/memory transfer/shm transfer/tcp
+	if has_rdma; then
+		scripts/test-binaries.sh "$root" rdma transfer/rdmaread
+		transports+=(rdma)
+	fi
 	# With huge pages, which the host may not have: the test must not skip there.
-	KVFERRY_VM_TIMES=1 KVFERRY_VM_TIMEOUT=180 KVFERRY_VM_HUGE=16 KVFERRY_VM_FILES=$files scripts/vm.sh sh -c '
-		set -e
-		./kvferry version
-		./memory.test -test.short
-		./memory.test -test.v -test.run "^TestHugePagesAreUsed$" | grep -e "--- PASS"
-		./shm.test -test.run "TestSuite$"
-		./tcp.test -test.run "TestSuite$"
-		KVFERRY_RDMA_DEVICE=rxe0 ./rdma.test'
+	KVFERRY_VM_TIMES=1 KVFERRY_VM_TIMEOUT=300 KVFERRY_VM_HUGE=16 KVFERRY_VM_FILES=$root:/root \
+		scripts/vm.sh scripts/guest.sh smoke | tee "$log" | scripts/readable.sh
+	sed -n 's/^tested in the VM: //p' "$log" | sort -u >"$tmp/vm.tested"
+	sed 's/^rdma$/& (Soft-RoCE)/' "$tmp/vm.tested" | paste -sd' ' | sed 's/^/in the VM: /' >>"$notes"
+	for transport in "${transports[@]}"; do
+		grep -qx "$transport" "$tmp/vm.tested" || fail "the transport $transport can run in the VM and was not tested"
+	done
 }
 
 # nothing_left fails if a process or a file of the demo is still there.

@@ -9,9 +9,11 @@
 #       busybox-static cpio xz-utils iproute2 libibverbs1 ibverbs-providers \
 #       ibverbs-utils kmod
 #
-# BINARY may be a path or a name on PATH; it and every shared library that ldd
-# finds are copied in. libibverbs.so.1 and the rxe provider are always there,
-# so binaries that dlopen them work too.
+# BINARY may be a path or a name on PATH, or a script that begins with
+# #!/bin/sh (the guest's shell and tools are busybox); it and every shared
+# library that ldd finds are copied in. libibverbs.so.1 and the rxe provider are
+# always there, so binaries that dlopen them work too; so are ib_read_bw,
+# ibv_devinfo and tc, if this machine has them.
 #
 # Environment:
 #   KVFERRY_VM_TIMEOUT  seconds before the guest is killed, exit 124   (300)
@@ -22,7 +24,8 @@
 #   KVFERRY_VM_HUGE     2 MiB huge pages to reserve                    (0)
 #   KVFERRY_VM_NETEM    e.g. "delay 100us" or "loss 0.1%" on both ends ()
 #   KVFERRY_VM_KVER     kernel release                                 (newest with rdma_rxe)
-#   KVFERRY_VM_FILES    "SRC[:DST] ..." more files, DST not in /tmp    ()
+#   KVFERRY_VM_FILES    "SRC[:DST] ..." more files, or directories with all
+#                       that is in them; DST not in /tmp               ()
 #   KVFERRY_VM_PASS     names of variables to hand to the command      (GODEBUG GOMAXPROCS GOTRACEBACK)
 #   KVFERRY_VM_OUT      host directory, mounted read-write at /out (9p) ()
 #   KVFERRY_VM_SETUP    shell file sourced in the guest before the command ()
@@ -36,7 +39,7 @@ trap 'exit 143' TERM; trap 'exit 130' INT HUP
 
 die() { echo "vm: $*" >&2; exit 125; }
 trap 'echo "vm: line $LINENO: $BASH_COMMAND failed" >&2; exit 125' ERR
-[ $# -ge 1 ] || { sed -n '2,33p' "$0" >&2; exit 125; }
+[ $# -ge 1 ] || { sed -n '2,36p' "$0" >&2; exit 125; }
 
 TIMEOUT=${KVFERRY_VM_TIMEOUT:-300} MEM=${KVFERRY_VM_MEM:-2048} CPUS=${KVFERRY_VM_CPUS:-2}
 ACCEL=${KVFERRY_VM_ACCEL:-auto} MTU=${KVFERRY_VM_MTU:-9000} HUGE=${KVFERRY_VM_HUGE:-0}
@@ -68,7 +71,13 @@ stage_libs() { # ROOT FILE
   done
 }
 stage() { # ROOT FILE [DST]
-  local dst; dst=$(canon "${3:-$2}"); mkdir -p "$1$(dirname "$dst")"; cp -L "$2" "$1$dst"; stage_libs "$1" "$2"
+  local dst f; dst=$(canon "${3:-$2}")
+  if [ -d "$2" ]; then
+    mkdir -p "$1$dst"; cp -rL "$2/." "$1$dst"
+    find -L "$2" -type f -perm -u+x | while read -r f; do stage_libs "$1" "$f"; done
+    return
+  fi
+  mkdir -p "$1$(dirname "$dst")"; cp -L "$2" "$1$dst"; stage_libs "$1" "$2"
 }
 pack() { (cd "$1" && find . -mindepth 1 | LC_ALL=C sort | cpio -o -H newc -R 0:0 --quiet); }
 
@@ -76,16 +85,18 @@ pack() { (cd "$1" && find . -mindepth 1 | LC_ALL=C sort | cpio -o -H newc -R 0:0
 LIBDIR=$(dirname "$(readlink -f "$(ldconfig -p | awk '/libibverbs\.so\.1 /{print $NF; exit}')")")
 [ -d "$LIBDIR" ] || die "libibverbs.so.1 not found"
 MODS="crc32_generic rdma_rxe ib_uverbs rdma_ucm veth"
-KEY=$({ cat "$0"; echo "$KVER $LIBDIR"; stat -Lc '%n %s %Y' "/boot/vmlinuz-$KVER" "$LIBDIR/libibverbs.so.1" "$(command -v ip)"; } | sha256sum | cut -c1-16)
+TOOLS=$(for t in ip rdma tc ibv_devinfo ib_read_bw; do command -v $t || true; done)
+KEY=$({ cat "$0"; echo "$KVER $LIBDIR"; stat -Lc '%n %s %Y' "/boot/vmlinuz-$KVER" "$LIBDIR/libibverbs.so.1" $TOOLS; } | sha256sum | cut -c1-16)
 BASE=$CACHE/base-$KEY.cpio KERN=$CACHE/vmlinux-$KVER-$KEY
 if [ ! -s "$BASE" ]; then
   mkdir -p "$CACHE"; W=$(mktemp -d); trap 'rm -rf "$W"' EXIT
+  find "$CACHE" -maxdepth 1 -type f -mtime +30 -delete # of kernels and scripts that are gone
   R=$W/root; mkdir -p "$R"/{etc/libibverbs.d,proc,sys,dev,tmp,run,out,root,usr/bin,usr/sbin,usr/lib/modules,usr/lib64}
   for d in bin sbin lib lib64; do ln -s usr/$d "$R/$d"; done
   cp "$(command -v busybox)" "$R/bin/busybox"
-  for a in sh mount cat echo ls sleep mkdir insmod poweroff sync stty setsid dmesg ulimit kill ps grep head tail sed cut tr env mknod ping true false timeout; do ln -sf busybox "$R/bin/$a"; done
-  stage "$R" "$(command -v ip)" /sbin/ip; stage "$R" "$(command -v rdma)" /sbin/rdma
-  for t in ibv_devinfo tc; do command -v $t >/dev/null && stage "$R" "$(command -v $t)" /usr/bin/$t; done
+  # All of busybox but what the real ones do.
+  for a in $(busybox --list); do case $a in busybox|ip|tc) ;; *) ln -sf busybox "$R/bin/$a";; esac; done
+  for t in $TOOLS; do stage "$R" "$t" "/sbin/$(basename "$t")"; done
   stage "$R" "$LIBDIR/libibverbs.so.1"
   for p in "$LIBDIR"/libibverbs/librxe-rdmav*.so; do stage "$R" "$p"; done
   cp /etc/libibverbs.d/rxe.driver "$R/etc/libibverbs.d/"
@@ -109,7 +120,7 @@ if [ ! -s "$BASE" ]; then
 export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/root TMPDIR=/tmp
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
 exec </dev/null >/dev/ttyS0 2>&1
-ip() { /sbin/ip "$@"; }; tc() { /usr/bin/tc "$@"; } # busybox sh would run its own
+ip() { /sbin/ip "$@"; }; tc() { /sbin/tc "$@"; } # busybox sh would run its own
 mkdir -p /dev/shm /dev/hugepages /dev/pts; mount -t tmpfs tmp /tmp; mount -t tmpfs shm /dev/shm; mount -t devpts pts /dev/pts
 stty -F /dev/ttyS1 raw -echo; stty -F /dev/ttyS2 raw -echo
 finish() { sync; echo "rc=$1" >/dev/ttyS2; poweroff -f; sleep 30; }
@@ -164,14 +175,16 @@ W=$(mktemp -d); QPID=; trap '[ -n "$QPID" ] && kill -9 $QPID 2>/dev/null; rm -rf
 
 # ---- accelerator ------------------------------------------------------------
 qemu() { # ACCEL INITRD OUTFD STATUSFILE CONSOLEFILE
-  local cpu=max acc=tcg,thread=multi,tb-size=256
-  [ "$1" = kvm ] && { acc=kvm; cpu=host; }
+  # Emulated, rep movs copies byte by byte, or word by word: plain moves carry
+  # twice as many bytes over the link.
+  local cpu=max,-erms acc=tcg,thread=multi,tb-size=256 plain="clearcpuid=rep_good"
+  [ "$1" = kvm ] && { acc=kvm; cpu=host; plain=; }
   local a=(-machine pc -accel "$acc" -cpu "$cpu" -smp "$CPUS" -m "$MEM" -nodefaults -no-user-config -display none -no-reboot)
   [ -n "${KVFERRY_VM_OUT:-}" ] && a+=(-virtfs "local,path=$KVFERRY_VM_OUT,mount_tag=out,security_model=none,multidevs=remap")
   # Not even SIGKILL to this script may leave a guest behind.
   local die=(); setpriv --pdeathsig KILL true 2>/dev/null && die=(setpriv --pdeathsig KILL)
   exec "${die[@]}" qemu-system-x86_64 "${a[@]}" -kernel "$KERN" -initrd "$2" \
-    -append "console=ttyS0 quiet panic=-1 rdinit=/init nokaslr oops=panic mitigations=off tsc=reliable random.trust_cpu=on 8250.nr_uarts=4 cryptomgr.notests ${KVFERRY_VM_APPEND:-}" \
+    -append "console=ttyS0 quiet panic=-1 rdinit=/init nokaslr oops=panic mitigations=off tsc=reliable random.trust_cpu=on 8250.nr_uarts=4 cryptomgr.notests $plain ${KVFERRY_VM_APPEND:-}" \
     -serial "file:$5" -chardev stdio,id=o,signal=off -serial chardev:o -serial "file:$4"
 }
 kvm_works() { # a real boot, once per host boot and image; the answer is kept

@@ -28,7 +28,7 @@ func newBench(t *target) *cobra.Command {
 		Short: "Measure the transports beside what the machine reaches without them",
 		Long: `Measure what each transport reaches between two processes, beside what the
 machine reaches without it, in interleaved rounds: memcpy of the C library (which
-takes a C compiler) beside shm, iperf3 beside tcp. Where a local cluster is up,
+takes a C compiler) beside shm, ib_read_bw beside rdma, iperf3 beside tcp. Where a local cluster is up,
 publish to ready is measured on its first prefill and decode node. Then
 announcements are gossiped in clusters of up to 32 members that are all in this
 process, which takes about two minutes, as long as all the rest.
@@ -36,6 +36,7 @@ process, which takes about two minutes, as long as all the rest.
 What could not be measured is listed with the reason.`,
 		Example: `  kvferry bench --part pull --transport shm --rounds 3
   kvferry bench --part pull --chunk 16384,65536 --contiguity 0,100 --concurrency 2
+  kvferry bench --part pull --transport rdma --device mlx5_0,mlx5_1
   scripts/with-cluster.sh --prefill 1 --decode 1 -- bench -o markdown --plot bench.svg`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -71,6 +72,8 @@ What could not be measured is listed with the reason.`,
 				return usage(cmd, "--plot=%s: want pull among the parts", plot)
 			case plot != "" && len(percent) > 0 && !slices.Contains(percent, 0):
 				return usage(cmd, "--plot=%s: want 0 among the contiguities", plot)
+			case len(o.Devices) > 2:
+				return usage(cmd, "--device=%s: want two at most, the reader's and the owner's", strings.Join(o.Devices, ","))
 			case len(o.ChunkBytes) == 0:
 				return usage(cmd, "--chunk is empty")
 			case o.Concurrency < 1 || o.Concurrency > bench.MaxConcurrency:
@@ -144,6 +147,7 @@ What could not be measured is listed with the reason.`,
 	f := cmd.Flags()
 	f.StringSliceVar(&o.Parts, "part", bench.Parts(), "what to measure")
 	f.StringSliceVar(&o.Transports, "transport", bench.Transports(), "those of pull and submit")
+	f.StringSliceVar(&o.Devices, "device", nil, "RDMA devices of the reader and of the owner, or one for both, such as mlx5_0 or mlx5_0:1 (default all)")
 	f.Int64SliceVar(&o.ChunkBytes, "chunk", bench.ChunkSizes(), "bytes of the chunks pulled, multiples of 8")
 	f.IntSliceVar(&percent, "contiguity", nil, "percent of the chunks that follow their neighbour on both sides (default 0, and 50 and 100 at 65536 bytes)")
 	f.IntVar(&o.Concurrency, "concurrency", 1, "reads at once on a link")

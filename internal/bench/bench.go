@@ -2,8 +2,9 @@
 // machine reaches without it:
 //
 //   - pull.go: a transport's throughput between two processes (owner.go,
-//     puller.go), every byte checked, against iperf3 (iperf.go) with as many
-//     connections, or the C library's memcpy (memcpy.go) with as many threads;
+//     puller.go, call.go), every byte checked, against iperf3 (iperf.go) with as
+//     many connections, ib_read_bw (readbw.go) with as many queue pairs, or the C
+//     library's memcpy (memcpy.go) with as many threads;
 //   - ready.go: from publish to ready on a warm pair of nodes, for one page and,
 //     against a read alone, for many (many.go);
 //   - plan.go: the cost of planning copies;
@@ -42,6 +43,9 @@ type Options struct {
 	Prefill, Decode string
 	// Transports to measure, of [Transports]; default all.
 	Transports []string
+	// Devices of rdma, such as "mlx5_0" or "mlx5_0:1": the reader's, and the owner's,
+	// or one for both; default all of either.
+	Devices []string
 	// ChunkBytes are the sizes of the chunks pulled; default 4 KiB to 4 MiB.
 	ChunkBytes []int64
 	// Contiguity is the share of the chunks that follow their neighbour on both
@@ -171,6 +175,9 @@ func (o Options) withDefaults() (Options, error) {
 		if !slices.Contains(Transports(), name) {
 			return o, fmt.Errorf("transport %q is none of %v", name, Transports())
 		}
+	}
+	if len(o.Devices) > 2 {
+		return o, fmt.Errorf("%d RDMA devices are more than two", len(o.Devices))
 	}
 	for _, c := range o.Contiguity {
 		if !(c >= 0 && c <= 1) {

@@ -20,6 +20,8 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvferry/kvferry/internal/page"
+	"github.com/kvferry/kvferry/rdma"
+	"github.com/kvferry/kvferry/rdma/rdmatest"
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
@@ -37,6 +39,10 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		os.Exit(0)
+	}
+	// Before a test has the machine's own library loaded: one a process is.
+	if library, err := rdmatest.Build(); err == nil {
+		_ = rdma.Load(library) // tests that need it skip, with the reason
 	}
 	goleak.VerifyTestMain(m)
 }
@@ -322,7 +328,7 @@ func TestPullFigures(t *testing.T) {
 	const gib = 1 << 30
 	run := func(rates ...float64) (runs []pulled) {
 		for _, rate := range rates {
-			runs = append(runs, pulled{rate, 1, []time.Duration{time.Millisecond, 3 * time.Millisecond}})
+			runs = append(runs, pulled{rate, 1, 1e-6, []time.Duration{time.Millisecond, 3 * time.Millisecond}})
 		}
 		return runs
 	}
@@ -357,7 +363,7 @@ func TestPullFigures(t *testing.T) {
 // TestReportKeys keeps the JSON form; -update writes it.
 func TestReportKeys(t *testing.T) {
 	have, err := json.MarshalIndent(Report{
-		Rows: []Row{{}}, Latencies: []Latency{{}}, Costs: []Cost{{Transport: "shm"}}, Gossip: &Gossip{Rows: []GossipRow{{IdleBytesPerSecond: 1, IdlePacketsPerSecond: 1}}},
+		Rows: []Row{{CrossingsPerChunk: 1}}, Latencies: []Latency{{}}, Costs: []Cost{{Transport: "shm"}}, Gossip: &Gossip{Rows: []GossipRow{{IdleBytesPerSecond: 1, IdlePacketsPerSecond: 1}}},
 		Figures: []Figure{{}}, Missing: []string{""},
 	}, "", "  ")
 	if err != nil {

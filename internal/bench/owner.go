@@ -20,6 +20,7 @@ type (
 		Life        id.Life           `json:"life"`
 		Descriptors map[string][]byte `json:"descriptors"` // of its transports, by name
 		Refused     map[string]string `json:"refused"`     // those that it could not open, and why
+		RDMA        rdmaPort          `json:"rdma"`        // that it has for rdma
 		ArenaBytes  int64             `json:"arena_bytes"`
 		Seal        uint32            `json:"seal"`
 		SealValue   uint64            `json:"seal_value"`
@@ -41,16 +42,23 @@ func ServeOwner(ctx context.Context, stdin io.Reader, stdout io.Writer) error {
 	if err := in.Decode(&o); err != nil {
 		return fmt.Errorf("bench owner: read setup: %w", err)
 	}
-	s, err := newSide("bench-owner", o)
+	s, err := newSide("bench-owner", o, o.ownerDevices())
 	if err != nil {
 		return fmt.Errorf("bench owner: %w", err)
 	}
 	defer s.close()
+	if t := s.rdma(); t != nil {
+		calls, err := startCallServer(ctx, o.Rendezvous, t)
+		if err != nil {
+			return fmt.Errorf("bench owner: %w", err)
+		}
+		defer calls.close()
+	}
 	fillContent(s.arena.Bytes())
 	const sequence = 1
 	value, _ := id.SealValue(s.life.Incarnation, sequence)
 	s.seals.Store(0, value)
-	hand := offer{Life: s.life, Descriptors: make(map[string][]byte), Refused: s.refused, ArenaBytes: s.arena.Size(), SealValue: value}
+	hand := offer{Life: s.life, Descriptors: make(map[string][]byte), Refused: s.refused, RDMA: s.rdmaPort(), ArenaBytes: s.arena.Size(), SealValue: value}
 	for name, t := range s.transports {
 		hand.Descriptors[name] = t.Descriptor()
 	}

@@ -59,7 +59,7 @@ func (r *Report) Plot(w io.Writer, format string) error {
 			if err != nil {
 				return fmt.Errorf("plot %s: %w", l.name, err)
 			}
-			colour := []color.Color{color.RGBA{B: 200, G: 90, A: 255}, color.RGBA{R: 200, G: 70, A: 255}}[i]
+			colour := []color.Color{color.RGBA{B: 200, G: 90, A: 255}, color.RGBA{R: 40, G: 140, B: 40, A: 255}, color.RGBA{R: 200, G: 70, A: 255}}[i]
 			line.Width, line.Color, line.Dashes = vg.Points(1.5), colour, l.dashes
 			points.Color, points.Shape, points.Radius = colour, draw.CircleGlyph{}, vg.Points(2)
 			p.Add(line, points)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
@@ -62,20 +63,28 @@ func benchPull(ctx context.Context, o Options, r *Report) (err error) {
 		r.Missing = append(r.Missing, "pull: no owner process was named")
 		return nil
 	}
-	p, err := newPuller(ctx, o, setup{ArenaBytes: o.ArenaBytes, Transports: o.Transports, LinkConns: o.Concurrency * o.Lanes, Lanes: o.Lanes, Workers: o.Workers})
+	p, err := newPuller(ctx, o, setup{
+		ArenaBytes: o.ArenaBytes, Transports: o.Transports, Devices: o.Devices,
+		LinkConns: o.Concurrency * o.Lanes, Lanes: o.Lanes, Workers: o.Workers,
+	})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
 	b := &pullBench{Options: o, puller: p}
 	names := p.measured(r, "pull")
+	lanes := map[string]int{shm.Name: o.Workers, tcp.Name: o.Lanes}
+	if slices.Contains(names, rdmaread.Name) {
+		if lanes[rdmaread.Name], err = p.rdmaLanes(ctx); err != nil {
+			return err
+		}
+		if b.readBW, err = findReadBW(p.rdmaPort(), p.owner.offer.RDMA, lanes[rdmaread.Name]); err != nil {
+			r.Missing = append(r.Missing, "limit of the pull by rdma: "+err.Error())
+		}
+	}
 	for _, load := range o.pullLoads() {
 		for _, name := range names {
-			row := &pulls{transport: name, pullLoad: load, lanes: o.Lanes}
-			if name == shm.Name {
-				row.lanes = o.Workers
-			}
-			b.rows = append(b.rows, row)
+			b.rows = append(b.rows, &pulls{transport: name, pullLoad: load, lanes: lanes[name]})
 		}
 	}
 	if slices.Contains(names, tcp.Name) {
@@ -108,8 +117,27 @@ func benchPull(ctx context.Context, o Options, r *Report) (err error) {
 			fmt.Fprintf(o.Progress, "round %d of %d: %s: %.2f GB/s\n", round+1, o.Rounds, s.what, rate/1e9)
 		}
 	}
+	if b.readBW != nil {
+		b.limitRDMA()
+	}
 	r.addPulls(b.rows, o.Concurrency)
 	return nil
+}
+
+// limitRDMA compares with the messages that are faster by their median. The faster
+// run of each round would be better than either.
+func (b *pullBench) limitRDMA() {
+	fastest := 0
+	for i, rates := range b.readBWs {
+		if spreadOf(rates).median > spreadOf(b.readBWs[fastest]).median {
+			fastest = i
+		}
+	}
+	for _, row := range b.rows {
+		if row.transport == rdmaread.Name {
+			row.limit, row.limits = fmt.Sprintf("%v -s %d", b.readBW, readBWBytes()[fastest]), b.readBWs[fastest]
+		}
+	}
 }
 
 // pullBench is what a round needs.
@@ -117,8 +145,11 @@ type pullBench struct {
 	Options
 	*puller
 	iperf  string  // the program; "": there is none
+	readBW *readBW // nil: there is none
 	memcpy *memcpy // nil: there is none
-	rows   []*pulls
+	// readBWs are its rates of all rounds, for each of [readBWBytes].
+	readBWs [2][]float64
+	rows    []*pulls
 }
 
 // step is one thing that a round does. What runs first may find the machine
@@ -143,6 +174,15 @@ func (b *pullBench) steps(ctx context.Context, round int) []step {
 			}
 			return rate, err
 		}})
+	}
+	if b.readBW != nil {
+		for i, n := range readBWBytes() {
+			steps = append(steps, step{fmt.Sprintf("%v, messages of %s", b.readBW, bytesText(n)), func() (float64, error) {
+				rate, err := b.readBW.run(ctx, n)
+				b.readBWs[i] = append(b.readBWs[i], rate)
+				return rate, err
+			}})
+		}
 	}
 	for _, row := range b.rows {
 		load := row.pullLoad
@@ -178,8 +218,9 @@ func threads(n int) string {
 // pullFloors are of the limit, by transport and size of scattered chunks.
 func pullFloors(transport string, l pullLoad) (least float64, ok bool) {
 	floors := map[string]map[int64]float64{
-		shm.Name: {4 << 10: 1.0, 16 << 10: 1.2, 64 << 10: 1.2, 1 << 20: 1.0},
-		tcp.Name: {4 << 10: 0.65, 16 << 10: 0.90, 64 << 10: 0.95},
+		shm.Name:      {4 << 10: 1.0, 16 << 10: 1.2, 64 << 10: 1.2, 1 << 20: 1.0},
+		rdmaread.Name: {16 << 10: 0.90, 64 << 10: 0.95},
+		tcp.Name:      {4 << 10: 0.65, 16 << 10: 0.90, 64 << 10: 0.95},
 	}
 	least, ok = floors[transport][l.chunkBytes]
 	return least, ok && l.contiguity == 0
@@ -191,10 +232,11 @@ func (r *Report) addPulls(rows []*pulls, concurrency int) {
 		return slices.Index(Transports(), a.transport) - slices.Index(Transports(), b.transport)
 	})
 	for _, p := range rows {
-		var rates, cpu, ratios, took []float64
+		var rates, cpu, crossings, ratios, took []float64
 		for i, run := range p.runs {
 			rates = append(rates, run.bytesPerSecond)
 			cpu = append(cpu, run.cpuSecondsPerGiB)
+			crossings = append(crossings, run.crossings*float64(p.chunkBytes))
 			for _, d := range run.reads {
 				took = append(took, float64(d.Nanoseconds())/1000)
 			}
@@ -206,7 +248,11 @@ func (r *Report) addPulls(rows []*pulls, concurrency int) {
 		row := Row{
 			Transport: p.transport, ChunkBytes: p.chunkBytes, Contiguity: p.contiguity, Concurrency: concurrency, Lanes: p.lanes,
 			BytesPerSecond: spreadOf(rates).median, Rounds: len(p.runs), CPUSecondsPerGiB: spreadOf(cpu).median,
-			P50: quantile(took, 0.5), P99: quantile(took, 0.99),
+			CrossingsPerChunk: spreadOf(crossings).max, P50: quantile(took, 0.5), P99: quantile(took, 0.99),
+		}
+		if p.transport == rdmaread.Name && p.contiguity == 0 && p.chunkBytes >= 16<<10 {
+			name := fmt.Sprintf("crossings into C of an rdma pull of scattered %s chunks", bytesText(p.chunkBytes))
+			r.Figures = append(r.Figures, ceiling(name, row.CrossingsPerChunk, "a chunk, most of rounds", 1.0/16))
 		}
 		if len(ratios) > 0 {
 			ratio := spreadOf(ratios)

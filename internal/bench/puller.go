@@ -11,7 +11,11 @@ import (
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 )
+
+// lanesTimeout is for the other lanes of a link that is open.
+const lanesTimeout = 5 * time.Second
 
 // puller is the reading side, with a link to the owner by each transport.
 type puller struct {
@@ -39,7 +43,7 @@ func newPuller(ctx context.Context, o Options, with setup) (_ *puller, err error
 	if p.owner, err = startOwner(ctx, o.Owner, with); err != nil {
 		return nil, err
 	}
-	if p.side, err = newSide("bench-reader", with); err != nil {
+	if p.side, err = newSide("bench-reader", with, with.readerDevices()); err != nil {
 		return nil, err
 	}
 	offer := p.owner.offer
@@ -66,6 +70,30 @@ func newPuller(ctx context.Context, o Options, with setup) (_ *puller, err error
 		}
 	}
 	return p, nil
+}
+
+// rdmaLanes waits until all lanes are ready that rdma wants, a while, and returns
+// how many are.
+func (p *puller) rdmaLanes(ctx context.Context) (ready int, err error) {
+	err = within(ctx, lanesTimeout, func() bool {
+		wanted := 0
+		ready = 0
+		for _, path := range p.rdma().Paths() {
+			if path.Peer == p.owner.offer.Life {
+				ready, wanted = ready+path.Lanes, wanted+path.Wanted
+			}
+		}
+		return wanted > 0 && ready == wanted
+	})
+	return ready, err
+}
+
+// crossings are the calls into C that reading by a transport has made so far.
+func (p *puller) crossings(transport string) uint64 {
+	if transport != rdmaread.Name {
+		return 0
+	}
+	return p.rdma().Stats().Crossings
 }
 
 // measured are the transports that have a link, in the order of [Transports].
@@ -99,6 +127,7 @@ func (p *puller) close() error {
 // pulled is one run of one round.
 type pulled struct {
 	bytesPerSecond, cpuSecondsPerGiB float64
+	crossings                        float64         // into C, a byte
 	reads                            []time.Duration // each Read took
 }
 
@@ -116,7 +145,7 @@ func (p *puller) pull(ctx context.Context, transport string, batches [][]transfe
 		err  error
 	}
 	readers := make([]reader, concurrency)
-	before := cpuSeconds()
+	before, crossed := cpuSeconds(), p.crossings(transport)
 	start := time.Now()
 	var next, bytes atomic.Int64
 	var work sync.WaitGroup
@@ -144,6 +173,7 @@ func (p *puller) pull(ctx context.Context, transport string, batches [][]transfe
 	run := pulled{
 		bytesPerSecond:   float64(bytes.Load()) / elapsed.Seconds(),
 		cpuSecondsPerGiB: (cpu + ownerAfter - ownerBefore) / float64(bytes.Load()) * (1 << 30),
+		crossings:        float64(p.crossings(transport)-crossed) / float64(bytes.Load()),
 	}
 	for _, r := range readers {
 		err = errors.Join(err, r.err)

@@ -36,8 +36,8 @@ type Row struct {
 	ChunkBytes  int64   `json:"chunk_bytes"`
 	Contiguity  float64 `json:"contiguity"`  // share of the chunks that follow their neighbour on both sides
 	Concurrency int     `json:"concurrency"` // reads at once
-	// Lanes is how many share a read: connections of tcp, copying threads of shm,
-	// which all reads share.
+	// Lanes is how many share a read: connections of tcp, queue pairs of rdma,
+	// copying threads of shm, which all reads share.
 	Lanes          int     `json:"lanes"`
 	BytesPerSecond float64 `json:"bytes_per_second"` // median over the rounds
 	// Limit is what it is compared with, "" if with nothing. The ratio is the median
@@ -51,6 +51,9 @@ type Row struct {
 	CPUSecondsPerGiB    float64 `json:"cpu_seconds_per_gib"` // both processes
 	P50                 float64 `json:"p50_us"`              // of one Read of readBytes, of all rounds
 	P99                 float64 `json:"p99_us"`
+	// CrossingsPerChunk are calls into C to post and reap, of the round that had most
+	// of them; rdma's alone.
+	CrossingsPerChunk float64 `json:"crossings_per_chunk,omitempty"`
 }
 
 // Latency is how long something took.
@@ -352,13 +355,17 @@ func (r *Report) Markdown(plot string) string {
   so many, drawn at random, are those of neighbours on the other side too. Neighbours are one copy, as the node plans it: half
   of the borders make copies of two chunks on average, all of them one copy of a whole arena, which reads cut. A limit of
   memory moves the same copies.
-* Lanes are connections that share a read of tcp, and threads that copy for shm, which all reads of the process share.
+* Lanes are connections that share a read of tcp, queue pairs that share one of rdma, and threads that copy for shm, which all
+  reads of the process share.
 * The limit of shm is `+"`memcpy`"+` of the C library (cc -O2), as many threads in a process of their own, which copy the same list
   of copies between two more arenas of the same size, as long; what they copied is compared too.
 * The limit of tcp is `+"`iperf3`"+` over loopback with as many connections, cubic, and its default buffers, for one second. It sends
   one small buffer again and again, so it stays in the cache; a pull walks two arenas.
-* Rounds: each of the %[4]d rounds runs everything once, limits beside what they are of (iperf3 once for all rows of tcp), every
-  other round backwards. A ratio is that of a run and the limit of the same round. The tables give medians of all rounds
+* The limit of rdma is `+"`ib_read_bw`"+` between the same two ports with as many queue pairs and %[9]d reads under way on each, for
+  one second with messages of %[10]s: those that are faster by the median. It reads one small buffer again and
+  again. Crossings are calls into C to post and reap.
+* Rounds: each of the %[4]d rounds runs everything once, limits beside what they are of (iperf3 once for all rows of tcp, ib_read_bw
+  for those of rdma), every other round backwards. A ratio is that of a run and the limit of the same round. The tables give medians of all rounds
   and the range of the ratios; none is left out.
 * Publish to ready of one page: two nodes, each a process, and one engine session on each. The reader's call waits at its node;
   the time is from the call of Publish on the one to the answer on the other, so the calls and the read of one page are in it: it
@@ -379,7 +386,7 @@ func (r *Report) Markdown(plot string) string {
   by one read, again and again. Counted is the CPU time of the reader's process, in user and kernel. Its allocations are
   those of a read of %[6]d pages less those of a read of %[8]d, by the pages between: both take tcp several requests, and neither is
   so long that more lanes share it, so what is counted is what grows with pages, not what a read allocates whatever it has of them.
-`, bytesText(r.ArenaBytes), bytesText(readBytes), r.PullSeconds, r.Rounds, bytesText(manyBytes), submitPages, submitLayout().PageBytes(), fewPages)
+`, bytesText(r.ArenaBytes), bytesText(readBytes), r.PullSeconds, r.Rounds, bytesText(manyBytes), submitPages, submitLayout().PageBytes(), fewPages, rdmaReads, readBWSizes())
 	if g := r.Gossip; g != nil {
 		fmt.Fprintf(&out, `* Gossip: as many members as the table says, all in one process: each has the membership, the log, and the board of a node, joined
   as a node joins them, and nothing else. They gossip over UDP of loopback, under a key, by the timings of a real cluster. There is
@@ -411,7 +418,12 @@ func newTable(header ...any) table.Writer {
 	return t
 }
 
-func gigabytes(bytesPerSecond float64) string { return fmt.Sprintf("%.2f", bytesPerSecond/1e9) }
+func gigabytes(bytesPerSecond float64) string {
+	if bytesPerSecond < 1e9 {
+		return fmt.Sprintf("%.3f", bytesPerSecond/1e9)
+	}
+	return fmt.Sprintf("%.2f", bytesPerSecond/1e9)
+}
 
 // bytesText is a size for people.
 func bytesText(n int64) string {

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -12,6 +13,7 @@ import (
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
@@ -20,14 +22,15 @@ import (
 const benchRank = id.Rank(0)
 
 // Transports are the names of those that are measured.
-func Transports() []string { return []string{shm.Name, tcp.Name} }
+func Transports() []string { return []string{shm.Name, rdmaread.Name, tcp.Name} }
 
 // setup is how both processes of a pull are set up. Of what it leaves out the
 // transports have their own defaults.
 type setup struct {
 	ArenaBytes int64    `json:"arena_bytes"`
 	Transports []string `json:"transports"`
-	Rendezvous string   `json:"rendezvous"` // a directory, for shm
+	Rendezvous string   `json:"rendezvous"` // a directory, for shm, and for the calls of rdma
+	Devices    []string `json:"devices"`    // of rdma: the reader's, the owner's; the only one is both's; none: all
 	LinkConns  int      `json:"link_conns"`
 	Lanes      int      `json:"lanes"`
 	Workers    int      `json:"workers"`
@@ -42,8 +45,15 @@ func (s setup) validate() error {
 			return fmt.Errorf("transport %.40q is none of %v", name, Transports())
 		}
 	}
+	if len(s.Devices) > 2 {
+		return fmt.Errorf("%d RDMA devices are more than two", len(s.Devices))
+	}
 	return nil
 }
+
+// readerDevices and ownerDevices are those that rdma is to use; none: all.
+func (s setup) readerDevices() []string { return s.Devices[:min(len(s.Devices), 1)] }
+func (s setup) ownerDevices() []string  { return s.Devices[max(len(s.Devices)-1, 0):] }
 
 // side is one of the two processes of a pull: its memory, and the transports that
 // it could open.
@@ -55,7 +65,8 @@ type side struct {
 	refused    map[string]string // the others, and why
 }
 
-func newSide(node id.Node, o setup) (_ *side, err error) {
+// newSide opens what it can; devices are the RDMA ones.
+func newSide(node id.Node, o setup, devices []string) (_ *side, err error) {
 	s := &side{
 		life:       id.Life{Node: node, Incarnation: id.Incarnation(time.Now().UnixMicro())},
 		transports: make(map[string]transfer.Transport), refused: make(map[string]string),
@@ -75,7 +86,7 @@ func newSide(node id.Node, o setup) (_ *side, err error) {
 		return nil, err
 	}
 	for _, name := range o.Transports {
-		t, err := s.listen(name, o)
+		t, err := s.listen(name, o, devices)
 		switch {
 		case err == nil:
 			s.transports[name] = t
@@ -88,12 +99,44 @@ func newSide(node id.Node, o setup) (_ *side, err error) {
 	return s, nil
 }
 
-func (s *side) listen(name string, o setup) (transfer.Transport, error) {
+func (s *side) listen(name string, o setup, devices []string) (transfer.Transport, error) {
 	local := transfer.Local{Life: s.life, Arenas: map[id.Rank]*memory.Region{benchRank: s.arena}, Seals: s.seals}
-	if name == shm.Name {
+	switch name {
+	case shm.Name:
 		return shm.Listen(shm.Options{Local: local, Dir: o.Rendezvous, Workers: o.Workers})
+	case rdmaread.Name:
+		return rdmaread.Listen(rdmaread.Options{
+			Local: local, Devices: devices, Reads: rdmaReads,
+			Call: func(ctx context.Context, peer transfer.Peer, hello []byte) ([]byte, rdmaread.Call, error) {
+				return dialCall(ctx, o.Rendezvous, s.life, peer, hello)
+			},
+		})
+	default:
+		return tcp.Listen(tcp.Options{Local: local, Bind: loopback(), LinkConns: o.LinkConns, Lanes: o.Lanes})
 	}
-	return tcp.Listen(tcp.Options{Local: local, Bind: loopback(), LinkConns: o.LinkConns, Lanes: o.Lanes})
+}
+
+// rdma is nil if that is not open.
+func (s *side) rdma() *rdmaread.Transport {
+	t, _ := s.transports[rdmaread.Name].(*rdmaread.Transport)
+	return t
+}
+
+// rdmaPort is the port that rdma uses; the zero one if there are several, or none.
+func (s *side) rdmaPort() (only rdmaPort) {
+	if s.rdma() == nil {
+		return only
+	}
+	for _, p := range s.rdma().Paths() {
+		switch {
+		case p.Peer != id.Life{}:
+		case only.Device != "":
+			return rdmaPort{}
+		default:
+			only = rdmaPort{p.Device, p.Port}
+		}
+	}
+	return only
 }
 
 func loopback() netip.AddrPort { return netip.MustParseAddrPort("127.0.0.1:0") }

@@ -31,7 +31,7 @@ func benchSubmit(ctx context.Context, o Options, r *Report) (err error) {
 		r.Missing = append(r.Missing, "submit: no owner process was named")
 		return nil
 	}
-	p, err := newPuller(ctx, o, setup{ArenaBytes: submitLayout().Bytes(), Transports: o.Transports, Lanes: o.Lanes, Workers: o.Workers})
+	p, err := newPuller(ctx, o, setup{ArenaBytes: submitLayout().Bytes(), Transports: o.Transports, Devices: o.Devices, Lanes: o.Lanes, Workers: o.Workers})
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# test-binaries.sh DIR PACKAGE...: the tests of each package as a program,
+# DIR/PACKAGE/NAME.test, with its testdata beside it, for scripts/vm.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+dir=${1:?usage: test-binaries.sh DIR PACKAGE...}
+shift
+tags=$(scripts/tags.sh 2>/dev/null)
+for package; do
+	mkdir -p "$dir/$package"
+	go test -c -tags "$tags" -o "$dir/$package/${package##*/}.test" "./$package"
+	[ ! -d "$package/testdata" ] || cp -r "$package/testdata" "$dir/$package"
+done
