@@ -97,7 +97,7 @@ if [[ $scope == test || $scope == vm || $scope == rdma ]] && [ "$(uname -m)" = x
 	need xz xz-utils
 	need setpriv util-linux
 	bootable || lack linux-image-amd64 "a kernel in /boot with the module rdma_rxe"
-	ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1 ' || lack libibverbs1 libibverbs.so.1
+	ldconfig -p 2>/dev/null | grep 'libibverbs\.so\.1 ' >/dev/null || lack libibverbs1 libibverbs.so.1
 	[ -e /etc/libibverbs.d/rxe.driver ] || lack ibverbs-providers "libibverbs' provider rxe"
 fi
 

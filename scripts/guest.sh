@@ -81,20 +81,25 @@ number() { sed -n "s/^ *\"$1\": *\([0-9][0-9.e+]*\),*\$/\1/p" "$2" | head -n 1; 
 # count begins to count the system calls of all processes; counted prints those
 # that all threads of one have made since, but for those by which Go's threads wait
 # for each other and for the clock, which are as many as there is time.
-trigger=/sys/kernel/tracing/events/raw_syscalls/sys_enter/trigger
 waits='rt_sigreturn=15 sched_yield=24 madvise=28 nanosleep=35 getpid=39 futex=202 tgkill=234 epoll_pwait=281'
+hist=/sys/kernel/tracing/events/raw_syscalls/sys_enter/hist
+calls() { awk '/common_pid:/ { gsub(/[^0-9]+/, " "); print $1, $2, $3 }' $hist; } # thread, call, how often since it is counted
 count() {
-	[ -e $trigger ] || mount -t tracefs tracefs /sys/kernel/tracing
-	[ ! -e /tmp/counting ] || echo '!hist:keys=common_pid,id:size=8192' >$trigger
-	echo 'hist:keys=common_pid,id:size=8192' >$trigger
-	touch /tmp/counting
+	[ -e $hist ] || {
+		mount -t tracefs tracefs /sys/kernel/tracing
+		echo 'hist:keys=common_pid,id:size=8192' >${hist%hist}trigger
+	}
+	calls >/tmp/before
 }
 counted() { # PID
-	ls "/proc/$1/task" | cat - "${trigger%trigger}hist" | awk -v waits="$waits" '
+	ls "/proc/$1/task" >/tmp/threads
+	calls >/tmp/now
+	awk -v waits="$waits" '
 		BEGIN { n = split(waits, w, /[ =]/); for (i = 2; i <= n; i += 2) wait[w[i]] = 1 }
-		NF == 1 { of[$1] = 1 }
-		/common_pid:/ { gsub(/[^0-9]+/, " "); if ($1 in of && !($2 in wait)) calls += $3 }
-		END { print calls + 0 }'
+		FILENAME == "/tmp/threads" { of[$1] = 1; next }
+		FILENAME == "/tmp/before" { was[$1, $2] = $3; next }
+		$1 in of && !($2 in wait) { calls += $3 - was[$1, $2] }
+		END { print calls + 0 }' /tmp/threads /tmp/before /tmp/now
 }
 idle() { # SECONDS: what the owner calls in so long without a read
 	count

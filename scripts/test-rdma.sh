@@ -3,11 +3,12 @@
 #
 # Everything of RDMA on real verbs, in throw-away machines with two Soft-RoCE
 # devices (scripts/vm.sh). Parts: suite, every test of the verbs and of the
-# transport; replay, of a trace between two nodes, and what that costs the owner;
-# delay and loss, the transport's suite and the replay on a link that takes 1 ms
-# each way, and on one that loses one packet in 1,000; bench, figures beside
-# ib_read_bw. A test that skips fails, but for faults that only the emulated verbs
-# of make test can make, and what is for long runs alone. Figures below what is promised are told, and fail nothing.
+# transport that a device can pass; replay, of a trace between two nodes, and what
+# that costs the owner; delay and loss, the transport's suite and the replay on a
+# link that takes 1 ms each way, and on one that loses one packet in 1,000; bench,
+# figures beside ib_read_bw. A test that skips fails, but for faults that only the
+# emulated verbs of make test can make, and what is for long runs alone. Figures
+# below what is promised are told, and fail nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PATH:/usr/local/go/bin:/usr/sbin:/sbin
@@ -44,7 +45,10 @@ part_suite() {
 	guest 900 suite
 	tested
 }
-part_replay() { guest 300 replay calls; }
+part_replay() {
+	guest 300 replay
+	guest 300 calls
+}
 part_delay() {
 	KVFERRY_VM_NETEM="delay 1ms" guest 600 link
 	tested
@@ -62,7 +66,7 @@ parts=("$@")
 times=()
 for part in "${parts[@]}"; do
 	declare -F "part_$part" >/dev/null || {
-		sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+		sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
 		exit 2
 	}
 	echo "== $part"

@@ -10,7 +10,8 @@
 #       ibverbs-utils kmod
 #
 # BINARY may be a path or a name on PATH, or a script that begins with
-# #!/bin/sh (the guest's shell and tools are busybox); it and every shared
+# #!/bin/sh (the guest's shell and tools are busybox: the real ip and tc are
+# /sbin/ip and /sbin/tc); it and every shared
 # library that ldd finds are copied in. libibverbs.so.1 and the rxe provider are
 # always there, so binaries that dlopen them work too; so are ib_read_bw,
 # ibv_devinfo and tc, if this machine has them.
@@ -39,7 +40,7 @@ trap 'exit 143' TERM; trap 'exit 130' INT HUP
 
 die() { echo "vm: $*" >&2; exit 125; }
 trap 'echo "vm: line $LINENO: $BASH_COMMAND failed" >&2; exit 125' ERR
-[ $# -ge 1 ] || { sed -n '2,36p' "$0" >&2; exit 125; }
+[ $# -ge 1 ] || { sed -n '2,37p' "$0" >&2; exit 125; }
 
 TIMEOUT=${KVFERRY_VM_TIMEOUT:-300} MEM=${KVFERRY_VM_MEM:-2048} CPUS=${KVFERRY_VM_CPUS:-2}
 ACCEL=${KVFERRY_VM_ACCEL:-auto} MTU=${KVFERRY_VM_MTU:-9000} HUGE=${KVFERRY_VM_HUGE:-0}
@@ -82,7 +83,7 @@ stage() { # ROOT FILE [DST]
 pack() { (cd "$1" && find . -mindepth 1 | LC_ALL=C sort | cpio -o -H newc -R 0:0 --quiet); }
 
 # ---- base image: kernel modules, busybox, ip, rdma, libibverbs, rxe ---------
-LIBDIR=$(dirname "$(readlink -f "$(ldconfig -p | awk '/libibverbs\.so\.1 /{print $NF; exit}')")")
+LIBDIR=$(dirname "$(readlink -f "$(ldconfig -p | awk '/libibverbs\.so\.1 / && !n++ {print $NF}')")")
 [ -d "$LIBDIR" ] || die "libibverbs.so.1 not found"
 MODS="crc32_generic rdma_rxe ib_uverbs rdma_ucm veth"
 TOOLS=$(for t in ip rdma tc ibv_devinfo ib_read_bw; do command -v $t || true; done)
@@ -101,7 +102,7 @@ if [ ! -s "$BASE" ]; then
   for p in "$LIBDIR"/libibverbs/librxe-rdmav*.so; do stage "$R" "$p"; done
   cp /etc/libibverbs.d/rxe.driver "$R/etc/libibverbs.d/"
   # libgcc_s is dlopened by glibc on pthread_exit/pthread_cancel
-  for l in libgcc_s.so.1; do p=$(ldconfig -p | awk -v l=$l '$1==l{print $NF; exit}'); [ -n "$p" ] && stage "$R" "$p"; done
+  for l in libgcc_s.so.1; do p=$(ldconfig -p | awk -v l=$l '$1==l && !n++ {print $NF}'); [ -n "$p" ] && stage "$R" "$p"; done
   echo '127.0.0.1 localhost' >"$R/etc/hosts"; echo 'root:x:0:0:root:/root:/bin/sh' >"$R/etc/passwd"; echo 'hosts: files' >"$R/etc/nsswitch.conf"
   mods() { # LIST MODULE...: copies them with what they need, in loading order
     local l=$1; shift; for m in "$@"; do modprobe -S "$KVER" --show-depends "$m" 2>/dev/null || true; done |
