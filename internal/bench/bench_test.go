@@ -339,13 +339,13 @@ func TestPullFigures(t *testing.T) {
 		ratio   spread
 		limited bool
 	}{
-		"shm at the floor":  {pulls{shm.Name, pullLoad{64 << 10, 0}, 1, run(1.2*gib, gib, 3*gib), "C memcpy", []float64{gib, gib, gib}}, 1.2, true, spread{1.2, 1, 3}, true},
-		"shm below":         {pulls{shm.Name, pullLoad{16 << 10, 0}, 1, run(1.19*gib, gib, 3*gib), "C memcpy", []float64{gib, gib, gib}}, 1.2, false, spread{1.19, 1, 3}, true},
-		"of the same round": {pulls{shm.Name, pullLoad{4 << 10, 0}, 1, run(1*gib, 2*gib), "C memcpy", []float64{gib, 2 * gib}}, 1, true, spread{1, 1, 1}, true},
-		"tcp":               {pulls{tcp.Name, pullLoad{16 << 10, 0}, 2, run(0.89 * gib), "iperf3 -P 2", []float64{gib}}, 0.9, false, spread{0.89, 0.89, 0.89}, true},
-		"contiguous":        {pulls{tcp.Name, pullLoad{64 << 10, 0.5}, 2, run(gib), "iperf3 -P 2", []float64{gib}}, 0, false, spread{1, 1, 1}, true},
-		"other size":        {pulls{tcp.Name, pullLoad{256 << 10, 0}, 2, run(gib), "iperf3 -P 2", []float64{gib}}, 0, false, spread{1, 1, 1}, true},
-		"no limit":          {pulls{tcp.Name, pullLoad{64 << 10, 0}, 2, run(gib), "", nil}, 0, false, spread{}, false},
+		"shm at the floor":  {pulls{shm.Name, pullLoad{64 << 10, 0}, 1, run(1.2*gib, gib, 3*gib), "C memcpy", []float64{gib, gib, gib}, nil}, 1.2, true, spread{1.2, 1, 3}, true},
+		"shm below":         {pulls{shm.Name, pullLoad{16 << 10, 0}, 1, run(1.19*gib, gib, 3*gib), "C memcpy", []float64{gib, gib, gib}, nil}, 1.2, false, spread{1.19, 1, 3}, true},
+		"of the same round": {pulls{shm.Name, pullLoad{4 << 10, 0}, 1, run(1*gib, 2*gib), "C memcpy", []float64{gib, 2 * gib}, nil}, 1, true, spread{1, 1, 1}, true},
+		"tcp":               {pulls{tcp.Name, pullLoad{16 << 10, 0}, 2, run(0.89 * gib), "iperf3 -P 2", []float64{gib}, nil}, 0.9, false, spread{0.89, 0.89, 0.89}, true},
+		"contiguous":        {pulls{tcp.Name, pullLoad{64 << 10, 0.5}, 2, run(gib), "iperf3 -P 2", []float64{gib}, nil}, 0, false, spread{1, 1, 1}, true},
+		"other size":        {pulls{tcp.Name, pullLoad{256 << 10, 0}, 2, run(gib), "iperf3 -P 2", []float64{gib}, nil}, 0, false, spread{1, 1, 1}, true},
+		"no limit":          {pulls{tcp.Name, pullLoad{64 << 10, 0}, 2, run(gib), "", nil, nil}, 0, false, spread{}, false},
 	} {
 		r := &Report{}
 		r.addPulls([]*pulls{&tt.of}, 1)

@@ -54,6 +54,7 @@ type pulls struct {
 	runs   []pulled
 	limit  string    // what they are compared with
 	limits []float64 // bytes a second, of the same rounds; empty: there is none
+	likes  []float64 // those of ib_read_bw with messages of the chunks' size
 }
 
 // benchPull measures throughput by transport, size, and contiguity of chunks,
@@ -124,8 +125,9 @@ func benchPull(ctx context.Context, o Options, r *Report) (err error) {
 	return nil
 }
 
-// limitRDMA compares with the messages that are faster by their median. The faster
-// run of each round would be better than either.
+// limitRDMA compares with the messages that are fastest by their median, and with
+// those of the chunks' own size. The fastest run of each round would be better than
+// any size.
 func (b *pullBench) limitRDMA() {
 	fastest := 0
 	for i, rates := range b.readBWs {
@@ -136,6 +138,9 @@ func (b *pullBench) limitRDMA() {
 	for _, row := range b.rows {
 		if row.transport == rdmaread.Name {
 			row.limit, row.limits = fmt.Sprintf("%v -s %d", b.readBW, readBWBytes()[fastest]), b.readBWs[fastest]
+			if same := slices.Index(readBWBytes(), row.chunkBytes); same >= 0 {
+				row.likes = b.readBWs[same]
+			}
 		}
 	}
 }
@@ -148,7 +153,7 @@ type pullBench struct {
 	readBW *readBW // nil: there is none
 	memcpy *memcpy // nil: there is none
 	// readBWs are its rates of all rounds, for each of [readBWBytes].
-	readBWs [2][]float64
+	readBWs [][]float64
 	rows    []*pulls
 }
 
@@ -176,6 +181,9 @@ func (b *pullBench) steps(ctx context.Context, round int) []step {
 		}})
 	}
 	if b.readBW != nil {
+		if b.readBWs == nil {
+			b.readBWs = make([][]float64, len(readBWBytes()))
+		}
 		for i, n := range readBWBytes() {
 			steps = append(steps, step{fmt.Sprintf("%v, messages of %s", b.readBW, bytesText(n)), func() (float64, error) {
 				rate, err := b.readBW.run(ctx, n)
@@ -232,7 +240,7 @@ func (r *Report) addPulls(rows []*pulls, concurrency int) {
 		return slices.Index(Transports(), a.transport) - slices.Index(Transports(), b.transport)
 	})
 	for _, p := range rows {
-		var rates, cpu, crossings, ratios, took []float64
+		var rates, cpu, crossings, ratios, likes, took []float64
 		for i, run := range p.runs {
 			rates = append(rates, run.bytesPerSecond)
 			cpu = append(cpu, run.cpuSecondsPerGiB)
@@ -242,6 +250,9 @@ func (r *Report) addPulls(rows []*pulls, concurrency int) {
 			}
 			if len(p.limits) > 0 {
 				ratios = append(ratios, run.bytesPerSecond/p.limits[i])
+			}
+			if len(p.likes) > 0 {
+				likes = append(likes, run.bytesPerSecond/p.likes[i])
 			}
 		}
 		slices.Sort(took)
@@ -261,6 +272,10 @@ func (r *Report) addPulls(rows []*pulls, concurrency int) {
 			if least, ok := pullFloors(p.transport, p.pullLoad); ok {
 				name := fmt.Sprintf("%s pull of scattered %s chunks by %s", p.transport, bytesText(p.chunkBytes), p.limit)
 				r.Figures = append(r.Figures, floor(name, ratio.median, "of the limit, median of rounds", least))
+				if len(likes) > 0 {
+					name := fmt.Sprintf("%s pull of scattered %s chunks by ib_read_bw of such messages", p.transport, bytesText(p.chunkBytes))
+					r.Figures = append(r.Figures, floor(name, spreadOf(likes).median, "of it, median of rounds", least))
+				}
 			}
 		}
 		r.Rows = append(r.Rows, row)

@@ -106,9 +106,10 @@ func TestReadBWLimit(t *testing.T) {
 	row := &pulls{transport: rdmaread.Name}
 	other := &pulls{transport: "tcp", limit: "iperf3"}
 	b := &pullBench{readBW: &readBW{pairs: 2}, rows: []*pulls{row, other}}
-	b.readBWs = [2][]float64{{9, 1, 1}, {2, 3, 4}}
+	row.chunkBytes = 16 << 10
+	b.readBWs = [][]float64{{9, 1, 1}, {1, 1, 1}, {2, 3, 4}}
 	b.limitRDMA()
-	if row.limit != "ib_read_bw -q 2 -o 16 -s 1048576" || !slices.Equal(row.limits, []float64{2, 3, 4}) || other.limit != "iperf3" {
+	if row.limit != "ib_read_bw -q 2 -o 16 -s 1048576" || !slices.Equal(row.limits, []float64{2, 3, 4}) || !slices.Equal(row.likes, []float64{9, 1, 1}) || other.limit != "iperf3" {
 		t.Errorf("limits %+v, %+v", row, other)
 	}
 }

@@ -21,8 +21,9 @@ const (
 )
 
 // readBWBytes are the messages of ib_read_bw: those of one size may suit a device
-// better than others, and the faster are the limit.
-func readBWBytes() [2]int64 { return [2]int64{64 << 10, 1 << 20} }
+// better than others, and the fastest are the limit. A pull of chunks of one of
+// these sizes is compared with that one too.
+func readBWBytes() []int64 { return []int64{16 << 10, 64 << 10, 1 << 20} }
 
 // rdmaPort is a port of a device.
 type rdmaPort struct {
@@ -58,7 +59,7 @@ func readBWSizes() string {
 	for _, n := range readBWBytes() {
 		sizes = append(sizes, bytesText(n))
 	}
-	return strings.Join(sizes, " and of ")
+	return strings.Join(sizes, ", of ")
 }
 
 // run is one second of messages of so many bytes. It returns bytes a second.

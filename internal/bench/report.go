@@ -362,7 +362,7 @@ func (r *Report) Markdown(plot string) string {
 * The limit of tcp is `+"`iperf3`"+` over loopback with as many connections, cubic, and its default buffers, for one second. It sends
   one small buffer again and again, so it stays in the cache; a pull walks two arenas.
 * The limit of rdma is `+"`ib_read_bw`"+` between the same two ports with as many queue pairs and %[9]d reads under way on each, for
-  one second with messages of %[10]s: those that are faster by the median. It reads one small buffer again and
+  one second with messages of %[10]s: those that are fastest by the median, and those of the chunks' own size. It reads one small buffer again and
   again. Crossings are calls into C to post and reap.
 * Rounds: each of the %[4]d rounds runs everything once, limits beside what they are of (iperf3 once for all rows of tcp, ib_read_bw
   for those of rdma), every other round backwards. A ratio is that of a run and the limit of the same round. The tables give medians of all rounds
