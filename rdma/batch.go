@@ -63,9 +63,9 @@ func (s QPState) String() string {
 // QPOptions are the sizes of a queue pair. A zero field means its default, and
 // whatever the device cannot do is made smaller.
 type QPOptions struct {
-	Depth       int  // work requests outstanding at most; default 255
+	Depth       int  // work requests outstanding at most; default 1023
 	SGE         int  // pieces of local memory a request; default 1
-	SignalEvery int  // one completion per this many requests, or per 2 MiB of them; default 32, at most a quarter of Depth
+	SignalEvery int  // one completion per this many requests, or per 8 MiB of them; default 256, at most a quarter of Depth
 	Chain       int  // requests per call of ibv_post_send; default 64, at most a quarter of Depth
 	MaxMsg      int  // bytes of a request: neighbours are merged up to it, a longer op is cut; default 1 MiB
 	Events      bool // with a completion channel, so that waiting costs no processor
@@ -80,9 +80,9 @@ func (o QPOptions) fit(l Limits) QPOptions {
 			*p = v
 		}
 	}
-	def(&o.Depth, 255)
+	def(&o.Depth, 1023)
 	def(&o.SGE, 1)
-	def(&o.SignalEvery, 32)
+	def(&o.SignalEvery, 256)
 	def(&o.Chain, 64)
 	def(&o.MaxMsg, 1<<20)
 	sge := l.MaxSGE

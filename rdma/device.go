@@ -133,7 +133,7 @@ func (d *Device) Port(n int) (Port, error) {
 	defer d.leave()
 	var a C.struct_ibv_port_attr
 	if e := C.rd_query_port(d.c, C.uint8_t(n), &a); e != 0 {
-		return Port{}, verbError(verb, d.name, e, "")
+		return Port{}, verbError(verb, d.name, e, portHint(syscall.Errno(e)))
 	}
 	return Port{
 		Number:    n,
@@ -145,6 +145,13 @@ func (d *Device) Port(n int) (Port, error) {
 		MaxMsg:    uint32(a.max_msg_sz),
 		Rate:      portRate(uint8(a.active_width), uint8(a.active_speed)),
 	}, nil
+}
+
+func portHint(e syscall.Errno) string {
+	if e == syscall.EINVAL {
+		return "has the device a port of that number? ibv_devinfo lists them"
+	}
+	return ""
 }
 
 // Watch calls f for every asynchronous event of the device until ctx has

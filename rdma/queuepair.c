@@ -138,7 +138,7 @@ int rd_qp_connect(struct rd_qp *q, const struct rd_path *p, const char **what)
 
 #define MARKER UINT64_MAX
 // So much is read at most without a completion: progress shows on slow links.
-#define SIGNAL_BYTES (2u << 20)
+#define SIGNAL_BYTES (8u << 20)
 
 static int64_t now_ns(void)
 {

@@ -85,7 +85,7 @@ func (q *QP) Num() uint32 { return q.num }
 func (q *QP) State() (QPState, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.c == nil {
+	if q.c == nil || q.c.qp == nil {
 		return 0, &OpError{Verb: "query queue pair", Device: q.pd.dev.name, Err: os.ErrClosed}
 	}
 	s := C.rd_qp_state(q.c)

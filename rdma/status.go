@@ -8,14 +8,19 @@ type Status int32
 // The statuses that a reader may act on.
 const (
 	StatusSuccess      Status = 0
+	StatusLocLenErr    Status = 1
+	StatusLocQPOpErr   Status = 2
 	StatusLocProtErr   Status = 4
 	StatusWRFlushErr   Status = 5
+	StatusBadRespErr   Status = 7
+	StatusLocAccessErr Status = 8
 	StatusRemInvReqErr Status = 9
 	StatusRemAccessErr Status = 10
 	StatusRemOpErr     Status = 11
 	StatusRetryExcErr  Status = 12
 	StatusRNRRetryExc  Status = 13
 	StatusFatalErr     Status = 19
+	StatusGeneralErr   Status = 21
 )
 
 func (s Status) String() string {
@@ -36,15 +41,15 @@ func (s Status) String() string {
 // hint says what a status usually means for someone who only reads.
 func (s Status) hint() string {
 	switch s {
-	case 1:
+	case StatusLocLenErr:
 		return "the read is longer than the port or the queue pair allows"
-	case 2:
+	case StatusLocQPOpErr:
 		return "the device could not carry out the request: more pieces, or more reads in flight, than the queue pair was made for"
-	case StatusLocProtErr, 8:
+	case StatusLocProtErr, StatusLocAccessErr:
 		return "local memory is outside its region, its key is wrong, or it was deregistered"
 	case StatusWRFlushErr:
 		return "the queue pair was already in the error state: the device's events say why"
-	case 7:
+	case StatusBadRespErr:
 		return "the peer's answer made no sense: compare MTU and read depth of both sides"
 	case StatusRemInvReqErr:
 		return "the peer refuses reads: its queue pair lacks remote read, or serves fewer reads at once than were asked for"
@@ -56,7 +61,7 @@ func (s Status) hint() string {
 		return "the peer stopped answering: process or host gone, link down, wrong GID, MTU or service level, UDP 4791 not let through, or packets lost"
 	case StatusRNRRetryExc:
 		return "the peer was not ready for too long"
-	case StatusFatalErr, 21:
+	case StatusFatalErr, StatusGeneralErr:
 		return "the device itself failed: look at the kernel log"
 	default:
 		return ""

@@ -415,15 +415,16 @@ func (x *PageCounts) GetHostFree() uint32 {
 }
 
 type TransportStatus struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	Available     bool                   `protobuf:"varint,2,opt,name=available,proto3" json:"available,omitempty"`
-	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"` // why not
-	ReadBytes     uint64                 `protobuf:"varint,4,opt,name=read_bytes,json=readBytes,proto3" json:"read_bytes,omitempty"`
-	ServedBytes   *uint64                `protobuf:"varint,5,opt,name=served_bytes,json=servedBytes,proto3,oneof" json:"served_bytes,omitempty"` // absent: peers read by themselves, and nobody here sees it
-	Reads         uint64                 `protobuf:"varint,6,opt,name=reads,proto3" json:"reads,omitempty"`
-	Failures      uint64                 `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
-	Stale         uint64                 `protobuf:"varint,8,opt,name=stale,proto3" json:"stale,omitempty"`
+	state         protoimpl.MessageState  `protogen:"open.v1"`
+	Name          string                  `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Available     bool                    `protobuf:"varint,2,opt,name=available,proto3" json:"available,omitempty"` // it is open, and can read
+	Reason        string                  `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`        // why not
+	ReadBytes     uint64                  `protobuf:"varint,4,opt,name=read_bytes,json=readBytes,proto3" json:"read_bytes,omitempty"`
+	ServedBytes   *uint64                 `protobuf:"varint,5,opt,name=served_bytes,json=servedBytes,proto3,oneof" json:"served_bytes,omitempty"` // absent: peers read by themselves, and nobody here sees it
+	Reads         uint64                  `protobuf:"varint,6,opt,name=reads,proto3" json:"reads,omitempty"`
+	Failures      uint64                  `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
+	Stale         uint64                  `protobuf:"varint,8,opt,name=stale,proto3" json:"stale,omitempty"`
+	Ports         []*TransportStatus_Port `protobuf:"bytes,9,rep,name=ports,proto3" json:"ports,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -512,6 +513,13 @@ func (x *TransportStatus) GetStale() uint64 {
 		return x.Stale
 	}
 	return 0
+}
+
+func (x *TransportStatus) GetPorts() []*TransportStatus_Port {
+	if x != nil {
+		return x.Ports
+	}
+	return nil
 }
 
 type MembersRequest struct {
@@ -1021,9 +1029,9 @@ type RetrievalItem struct {
 	Incarnation   uint64                 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	Publication   uint64                 `protobuf:"varint,4,opt,name=publication,proto3" json:"publication,omitempty"`
 	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"`
-	Transport     string                 `protobuf:"bytes,6,opt,name=transport,proto3" json:"transport,omitempty"`
-	Attempt       uint32                 `protobuf:"varint,7,opt,name=attempt,proto3" json:"attempt,omitempty"`
-	Bytes         uint64                 `protobuf:"varint,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Transport     string                 `protobuf:"bytes,6,opt,name=transport,proto3" json:"transport,omitempty"` // of the link that is read by, or was last
+	Attempt       uint32                 `protobuf:"varint,7,opt,name=attempt,proto3" json:"attempt,omitempty"`    // of the read that is under way, from 1; 0: none is
+	Bytes         uint64                 `protobuf:"varint,8,opt,name=bytes,proto3" json:"bytes,omitempty"`        // that have landed, of reads that are over
 	Age           *durationpb.Duration   `protobuf:"bytes,9,opt,name=age,proto3" json:"age,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1332,6 +1340,7 @@ type PeerItem struct {
 	Refused       []*PeerItem_Refusal    `protobuf:"bytes,6,rep,name=refused,proto3" json:"refused,omitempty"`
 	LastError     string                 `protobuf:"bytes,7,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
 	Geometry      *Geometry              `protobuf:"bytes,8,opt,name=geometry,proto3" json:"geometry,omitempty"` // as it said; absent until then
+	Path          string                 `protobuf:"bytes,9,opt,name=path,proto3" json:"path,omitempty"`         // where it is read by transport, as that says it: an address, devices and their lanes; "": it does not
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1420,6 +1429,13 @@ func (x *PeerItem) GetGeometry() *Geometry {
 		return x.Geometry
 	}
 	return nil
+}
+
+func (x *PeerItem) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
 }
 
 type PeersResponse struct {
@@ -2577,6 +2593,91 @@ func (x *StatusResponse_Address) GetAddress() string {
 	return ""
 }
 
+// Port is one of this node's, of devices that it reads with.
+type TransportStatus_Port struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Device        string                 `protobuf:"bytes,1,opt,name=device,proto3" json:"device,omitempty"`
+	Port          uint32                 `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
+	Link          string                 `protobuf:"bytes,3,opt,name=link,proto3" json:"link,omitempty"`    // Ethernet or InfiniBand
+	Gid           string                 `protobuf:"bytes,4,opt,name=gid,proto3" json:"gid,omitempty"`      // the address that it would send from; "": it has none
+	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"`  // active, or why it is not used
+	Lanes         uint32                 `protobuf:"varint,6,opt,name=lanes,proto3" json:"lanes,omitempty"` // that are ready: this node's, and those of peers
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TransportStatus_Port) Reset() {
+	*x = TransportStatus_Port{}
+	mi := &file_admin_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TransportStatus_Port) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TransportStatus_Port) ProtoMessage() {}
+
+func (x *TransportStatus_Port) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TransportStatus_Port.ProtoReflect.Descriptor instead.
+func (*TransportStatus_Port) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{3, 0}
+}
+
+func (x *TransportStatus_Port) GetDevice() string {
+	if x != nil {
+		return x.Device
+	}
+	return ""
+}
+
+func (x *TransportStatus_Port) GetPort() uint32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *TransportStatus_Port) GetLink() string {
+	if x != nil {
+		return x.Link
+	}
+	return ""
+}
+
+func (x *TransportStatus_Port) GetGid() string {
+	if x != nil {
+		return x.Gid
+	}
+	return ""
+}
+
+func (x *TransportStatus_Port) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *TransportStatus_Port) GetLanes() uint32 {
+	if x != nil {
+		return x.Lanes
+	}
+	return 0
+}
+
 type ArenaResponse_Stream struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
@@ -2592,7 +2693,7 @@ type ArenaResponse_Stream struct {
 
 func (x *ArenaResponse_Stream) Reset() {
 	*x = ArenaResponse_Stream{}
-	mi := &file_admin_proto_msgTypes[39]
+	mi := &file_admin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2604,7 +2705,7 @@ func (x *ArenaResponse_Stream) String() string {
 func (*ArenaResponse_Stream) ProtoMessage() {}
 
 func (x *ArenaResponse_Stream) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[39]
+	mi := &file_admin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2681,7 +2782,7 @@ type PeerItem_Refusal struct {
 
 func (x *PeerItem_Refusal) Reset() {
 	*x = PeerItem_Refusal{}
-	mi := &file_admin_proto_msgTypes[40]
+	mi := &file_admin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2693,7 +2794,7 @@ func (x *PeerItem_Refusal) String() string {
 func (*PeerItem_Refusal) ProtoMessage() {}
 
 func (x *PeerItem_Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[40]
+	mi := &file_admin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2746,7 +2847,7 @@ type PageResponse_Publication struct {
 
 func (x *PageResponse_Publication) Reset() {
 	*x = PageResponse_Publication{}
-	mi := &file_admin_proto_msgTypes[41]
+	mi := &file_admin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2758,7 +2859,7 @@ func (x *PageResponse_Publication) String() string {
 func (*PageResponse_Publication) ProtoMessage() {}
 
 func (x *PageResponse_Publication) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[41]
+	mi := &file_admin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2835,7 +2936,7 @@ type DrainResponse_Cut struct {
 
 func (x *DrainResponse_Cut) Reset() {
 	*x = DrainResponse_Cut{}
-	mi := &file_admin_proto_msgTypes[42]
+	mi := &file_admin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2847,7 +2948,7 @@ func (x *DrainResponse_Cut) String() string {
 func (*DrainResponse_Cut) ProtoMessage() {}
 
 func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[42]
+	mi := &file_admin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2894,7 +2995,7 @@ type KeyringResponse_Key struct {
 
 func (x *KeyringResponse_Key) Reset() {
 	*x = KeyringResponse_Key{}
-	mi := &file_admin_proto_msgTypes[43]
+	mi := &file_admin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2906,7 +3007,7 @@ func (x *KeyringResponse_Key) String() string {
 func (*KeyringResponse_Key) ProtoMessage() {}
 
 func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[43]
+	mi := &file_admin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2948,7 +3049,7 @@ type KeyringResponse_Member struct {
 
 func (x *KeyringResponse_Member) Reset() {
 	*x = KeyringResponse_Member{}
-	mi := &file_admin_proto_msgTypes[44]
+	mi := &file_admin_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2960,7 +3061,7 @@ func (x *KeyringResponse_Member) String() string {
 func (*KeyringResponse_Member) ProtoMessage() {}
 
 func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[44]
+	mi := &file_admin_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3016,7 +3117,7 @@ type DoctorResponse_Check struct {
 
 func (x *DoctorResponse_Check) Reset() {
 	*x = DoctorResponse_Check{}
-	mi := &file_admin_proto_msgTypes[45]
+	mi := &file_admin_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3028,7 +3129,7 @@ func (x *DoctorResponse_Check) String() string {
 func (*DoctorResponse_Check) ProtoMessage() {}
 
 func (x *DoctorResponse_Check) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[45]
+	mi := &file_admin_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3090,7 +3191,7 @@ type ProbeResponse_Item struct {
 
 func (x *ProbeResponse_Item) Reset() {
 	*x = ProbeResponse_Item{}
-	mi := &file_admin_proto_msgTypes[46]
+	mi := &file_admin_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3102,7 +3203,7 @@ func (x *ProbeResponse_Item) String() string {
 func (*ProbeResponse_Item) ProtoMessage() {}
 
 func (x *ProbeResponse_Item) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[46]
+	mi := &file_admin_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3237,7 +3338,7 @@ const file_admin_proto_rawDesc = "" +
 	"\tpublished\x18\a \x01(\rR\tpublished\x12\x1d\n" +
 	"\n" +
 	"host_total\x18\b \x01(\rR\thostTotal\x12\x1b\n" +
-	"\thost_free\x18\t \x01(\rR\bhostFree\"\xfb\x01\n" +
+	"\thost_free\x18\t \x01(\rR\bhostFree\"\xba\x03\n" +
 	"\x0fTransportStatus\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1c\n" +
 	"\tavailable\x18\x02 \x01(\bR\tavailable\x12\x16\n" +
@@ -3247,7 +3348,15 @@ const file_admin_proto_rawDesc = "" +
 	"\fserved_bytes\x18\x05 \x01(\x04H\x00R\vservedBytes\x88\x01\x01\x12\x14\n" +
 	"\x05reads\x18\x06 \x01(\x04R\x05reads\x12\x1a\n" +
 	"\bfailures\x18\a \x01(\x04R\bfailures\x12\x14\n" +
-	"\x05stale\x18\b \x01(\x04R\x05staleB\x0f\n" +
+	"\x05stale\x18\b \x01(\x04R\x05stale\x126\n" +
+	"\x05ports\x18\t \x03(\v2 .kvferry.v1.TransportStatus.PortR\x05ports\x1a\x84\x01\n" +
+	"\x04Port\x12\x16\n" +
+	"\x06device\x18\x01 \x01(\tR\x06device\x12\x12\n" +
+	"\x04port\x18\x02 \x01(\rR\x04port\x12\x12\n" +
+	"\x04link\x18\x03 \x01(\tR\x04link\x12\x10\n" +
+	"\x03gid\x18\x04 \x01(\tR\x03gid\x12\x14\n" +
+	"\x05state\x18\x05 \x01(\tR\x05state\x12\x14\n" +
+	"\x05lanes\x18\x06 \x01(\rR\x05lanesB\x0f\n" +
 	"\r_served_bytes\"\x10\n" +
 	"\x0eMembersRequest\"\xe4\x01\n" +
 	"\x06Member\x12\x12\n" +
@@ -3320,7 +3429,7 @@ const file_admin_proto_rawDesc = "" +
 	"\breleased\x18\x06 \x01(\rR\breleased\x12\x1d\n" +
 	"\n" +
 	"host_pages\x18\a \x01(\rR\thostPages\"\x0e\n" +
-	"\fPeersRequest\"\x8e\x03\n" +
+	"\fPeersRequest\"\xa2\x03\n" +
 	"\bPeerItem\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x18\n" +
@@ -3330,7 +3439,8 @@ const file_admin_proto_rawDesc = "" +
 	"\arefused\x18\x06 \x03(\v2\x1c.kvferry.v1.PeerItem.RefusalR\arefused\x12\x1d\n" +
 	"\n" +
 	"last_error\x18\a \x01(\tR\tlastError\x120\n" +
-	"\bgeometry\x18\b \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x1au\n" +
+	"\bgeometry\x18\b \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x12\x12\n" +
+	"\x04path\x18\t \x01(\tR\x04path\x1au\n" +
 	"\aRefusal\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x124\n" +
@@ -3487,7 +3597,7 @@ func file_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
 var file_admin_proto_goTypes = []any{
 	(KeyringRequest_Operation)(0),    // 0: kvferry.v1.KeyringRequest.Operation
 	(*StatusRequest)(nil),            // 1: kvferry.v1.StatusRequest
@@ -3529,94 +3639,96 @@ var file_admin_proto_goTypes = []any{
 	(*ProbeRequest)(nil),             // 37: kvferry.v1.ProbeRequest
 	(*ProbeResponse)(nil),            // 38: kvferry.v1.ProbeResponse
 	(*StatusResponse_Address)(nil),   // 39: kvferry.v1.StatusResponse.Address
-	(*ArenaResponse_Stream)(nil),     // 40: kvferry.v1.ArenaResponse.Stream
-	(*PeerItem_Refusal)(nil),         // 41: kvferry.v1.PeerItem.Refusal
-	(*PageResponse_Publication)(nil), // 42: kvferry.v1.PageResponse.Publication
-	(*DrainResponse_Cut)(nil),        // 43: kvferry.v1.DrainResponse.Cut
-	(*KeyringResponse_Key)(nil),      // 44: kvferry.v1.KeyringResponse.Key
-	(*KeyringResponse_Member)(nil),   // 45: kvferry.v1.KeyringResponse.Member
-	(*DoctorResponse_Check)(nil),     // 46: kvferry.v1.DoctorResponse.Check
-	(*ProbeResponse_Item)(nil),       // 47: kvferry.v1.ProbeResponse.Item
-	(*durationpb.Duration)(nil),      // 48: google.protobuf.Duration
-	(*Geometry)(nil),                 // 49: kvferry.v1.Geometry
-	(*Failure_Difference)(nil),       // 50: kvferry.v1.Failure.Difference
-	(*OffloadResponse)(nil),          // 51: kvferry.v1.OffloadResponse
-	(*ReloadResponse)(nil),           // 52: kvferry.v1.ReloadResponse
+	(*TransportStatus_Port)(nil),     // 40: kvferry.v1.TransportStatus.Port
+	(*ArenaResponse_Stream)(nil),     // 41: kvferry.v1.ArenaResponse.Stream
+	(*PeerItem_Refusal)(nil),         // 42: kvferry.v1.PeerItem.Refusal
+	(*PageResponse_Publication)(nil), // 43: kvferry.v1.PageResponse.Publication
+	(*DrainResponse_Cut)(nil),        // 44: kvferry.v1.DrainResponse.Cut
+	(*KeyringResponse_Key)(nil),      // 45: kvferry.v1.KeyringResponse.Key
+	(*KeyringResponse_Member)(nil),   // 46: kvferry.v1.KeyringResponse.Member
+	(*DoctorResponse_Check)(nil),     // 47: kvferry.v1.DoctorResponse.Check
+	(*ProbeResponse_Item)(nil),       // 48: kvferry.v1.ProbeResponse.Item
+	(*durationpb.Duration)(nil),      // 49: google.protobuf.Duration
+	(*Geometry)(nil),                 // 50: kvferry.v1.Geometry
+	(*Failure_Difference)(nil),       // 51: kvferry.v1.Failure.Difference
+	(*OffloadResponse)(nil),          // 52: kvferry.v1.OffloadResponse
+	(*ReloadResponse)(nil),           // 53: kvferry.v1.ReloadResponse
 }
 var file_admin_proto_depIdxs = []int32{
-	48, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
-	49, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
+	49, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
+	50, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
 	39, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
 	3,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
 	4,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
-	6,  // 5: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
-	48, // 6: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
-	48, // 7: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
-	9,  // 8: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
-	48, // 9: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
-	12, // 10: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
-	3,  // 11: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
-	49, // 12: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
-	40, // 13: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
-	41, // 14: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
-	49, // 15: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
-	17, // 16: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
-	42, // 17: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
-	48, // 18: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	48, // 19: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
-	43, // 20: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
-	0,  // 21: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
-	44, // 22: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
-	45, // 23: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
-	46, // 24: kvferry.v1.DoctorResponse.items:type_name -> kvferry.v1.DoctorResponse.Check
-	48, // 25: kvferry.v1.ProbeResponse.hello:type_name -> google.protobuf.Duration
-	50, // 26: kvferry.v1.ProbeResponse.differences:type_name -> kvferry.v1.Failure.Difference
-	47, // 27: kvferry.v1.ProbeResponse.items:type_name -> kvferry.v1.ProbeResponse.Item
-	48, // 28: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
-	48, // 29: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
-	48, // 30: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
-	48, // 31: kvferry.v1.ProbeResponse.Item.open:type_name -> google.protobuf.Duration
-	48, // 32: kvferry.v1.ProbeResponse.Item.first:type_name -> google.protobuf.Duration
-	48, // 33: kvferry.v1.ProbeResponse.Item.second:type_name -> google.protobuf.Duration
-	1,  // 34: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	5,  // 35: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	8,  // 36: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	11, // 37: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	14, // 38: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	16, // 39: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	19, // 40: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	21, // 41: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
-	23, // 42: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
-	24, // 43: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
-	25, // 44: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
-	27, // 45: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
-	29, // 46: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
-	31, // 47: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
-	33, // 48: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
-	35, // 49: kvferry.v1.Admin.Doctor:input_type -> kvferry.v1.DoctorRequest
-	37, // 50: kvferry.v1.Admin.Probe:input_type -> kvferry.v1.ProbeRequest
-	2,  // 51: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	7,  // 52: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	10, // 53: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	13, // 54: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	15, // 55: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	18, // 56: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	20, // 57: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	22, // 58: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
-	51, // 59: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
-	52, // 60: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
-	26, // 61: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
-	28, // 62: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
-	30, // 63: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
-	32, // 64: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
-	34, // 65: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
-	36, // 66: kvferry.v1.Admin.Doctor:output_type -> kvferry.v1.DoctorResponse
-	38, // 67: kvferry.v1.Admin.Probe:output_type -> kvferry.v1.ProbeResponse
-	51, // [51:68] is the sub-list for method output_type
-	34, // [34:51] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	40, // 5: kvferry.v1.TransportStatus.ports:type_name -> kvferry.v1.TransportStatus.Port
+	6,  // 6: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
+	49, // 7: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
+	49, // 8: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
+	9,  // 9: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
+	49, // 10: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
+	12, // 11: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
+	3,  // 12: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
+	50, // 13: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
+	41, // 14: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
+	42, // 15: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
+	50, // 16: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
+	17, // 17: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
+	43, // 18: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
+	49, // 19: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	49, // 20: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
+	44, // 21: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
+	0,  // 22: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
+	45, // 23: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
+	46, // 24: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
+	47, // 25: kvferry.v1.DoctorResponse.items:type_name -> kvferry.v1.DoctorResponse.Check
+	49, // 26: kvferry.v1.ProbeResponse.hello:type_name -> google.protobuf.Duration
+	51, // 27: kvferry.v1.ProbeResponse.differences:type_name -> kvferry.v1.Failure.Difference
+	48, // 28: kvferry.v1.ProbeResponse.items:type_name -> kvferry.v1.ProbeResponse.Item
+	49, // 29: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
+	49, // 30: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
+	49, // 31: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
+	49, // 32: kvferry.v1.ProbeResponse.Item.open:type_name -> google.protobuf.Duration
+	49, // 33: kvferry.v1.ProbeResponse.Item.first:type_name -> google.protobuf.Duration
+	49, // 34: kvferry.v1.ProbeResponse.Item.second:type_name -> google.protobuf.Duration
+	1,  // 35: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	5,  // 36: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	8,  // 37: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	11, // 38: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	14, // 39: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	16, // 40: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	19, // 41: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	21, // 42: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
+	23, // 43: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
+	24, // 44: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
+	25, // 45: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	27, // 46: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	29, // 47: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	31, // 48: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	33, // 49: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	35, // 50: kvferry.v1.Admin.Doctor:input_type -> kvferry.v1.DoctorRequest
+	37, // 51: kvferry.v1.Admin.Probe:input_type -> kvferry.v1.ProbeRequest
+	2,  // 52: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	7,  // 53: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	10, // 54: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	13, // 55: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	15, // 56: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	18, // 57: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	20, // 58: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	22, // 59: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
+	52, // 60: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
+	53, // 61: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
+	26, // 62: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	28, // 63: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	30, // 64: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	32, // 65: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	34, // 66: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	36, // 67: kvferry.v1.Admin.Doctor:output_type -> kvferry.v1.DoctorResponse
+	38, // 68: kvferry.v1.Admin.Probe:output_type -> kvferry.v1.ProbeResponse
+	52, // [52:69] is the sub-list for method output_type
+	35, // [35:52] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -3632,7 +3744,7 @@ func file_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_admin_proto_rawDesc), len(file_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   47,
+			NumMessages:   48,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -55,6 +55,8 @@ Exit code 1 if anything fails.`,
 			switch {
 			case len(args) == 1 && local:
 				return usage(cmd, "-c and --set: a node that runs reads %s, by its own configuration", args[0])
+			case cmd.Flags().Changed("set") && d.file == "":
+				return usage(cmd, "--set changes keys of a configuration: want -c FILE, too")
 			case len(args) == 1:
 				return d.probe(cmd, args[0])
 			case cmd.Flags().Changed("timeout"):
@@ -116,7 +118,7 @@ func (d *doctor) ask(cmd *cobra.Command) error {
 // look looks here, and has a node look that happens to run.
 func (d *doctor) look(cmd *cobra.Command) error {
 	var e node.Examination
-	if d.file != "" || len(d.sets) > 0 {
+	if d.file != "" {
 		var err error
 		if e.Config, err = config.Load(d.file, d.sets...); err != nil {
 			return err

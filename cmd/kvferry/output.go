@@ -273,3 +273,13 @@ func orDash(s string) string {
 	}
 	return s
 }
+
+// maxReason is what a table shows of a reason, in runes: documents have all of it.
+const maxReason = 120
+
+func shorten(s string) string {
+	if r := []rune(s); len(r) > maxReason {
+		return string(r[:maxReason]) + "..."
+	}
+	return s
+}

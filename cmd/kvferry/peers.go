@@ -17,11 +17,11 @@ func newPeers(t *target) *cobra.Command {
 			return a.Peers(ctx, &kvferrypb.PeersRequest{})
 		},
 		show: func(w io.Writer, m *kvferrypb.PeersResponse) {
-			rows := newTable(w, "node", "incarnation", "address", "state", "transport", "refused", "last error", "geometry")
+			rows := newTable(w, "node", "incarnation", "address", "state", "transport", "path", "refused", "last error", "geometry")
 			for _, i := range m.GetItems() {
 				refused := make([]string, 0, len(i.GetRefused()))
 				for _, r := range i.GetRefused() {
-					why := r.GetTransport() + ": " + r.GetReason()
+					why := r.GetTransport() + ": " + shorten(r.GetReason())
 					if r.GetRetryIn() != nil {
 						why += " (again in " + formatDuration(r.GetRetryIn()) + ")"
 					}
@@ -32,8 +32,8 @@ func newPeers(t *target) *cobra.Command {
 					geometry = formatModel(g) + ": " + formatGeometry(g)
 				}
 				rows.AppendRow([]any{
-					i.GetNode(), i.GetIncarnation(), i.GetAddress(), i.GetState(), orDash(i.GetTransport()),
-					orDash(strings.Join(refused, "; ")), orDash(i.GetLastError()),
+					i.GetNode(), i.GetIncarnation(), i.GetAddress(), i.GetState(), orDash(i.GetTransport()), orDash(i.GetPath()),
+					orDash(strings.Join(refused, "; ")), orDash(shorten(i.GetLastError())),
 					geometry,
 				})
 			}

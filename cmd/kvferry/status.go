@@ -70,6 +70,23 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 		})
 	}
 	rows.Render()
+	showPorts(w, s.GetTransports())
+}
+
+// showPorts shows those of the devices that a node reads with, if it has any.
+func showPorts(w io.Writer, transports []*kvferrypb.TransportStatus) {
+	rows := newTable(w, "port", "link", "address", "lanes", "state")
+	for _, t := range transports {
+		for _, p := range t.GetPorts() {
+			rows.AppendRow([]any{
+				fmt.Sprintf("%s:%d", p.GetDevice(), p.GetPort()), p.GetLink(), orDash(p.GetGid()), p.GetLanes(), p.GetState(),
+			})
+		}
+	}
+	if rows.Length() > 0 {
+		fmt.Fprintln(w)
+		rows.Render()
+	}
 }
 
 func formatModel(g *kvferrypb.Geometry) string {

@@ -14,6 +14,7 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/manager"
+	"github.com/kvferry/kvferry/transfer"
 )
 
 // adminService shows people what is there.
@@ -147,11 +148,12 @@ func (a adminService) Retrievals(_ context.Context, req *kvferrypb.RetrievalsReq
 		f.mu.Lock()
 		i := &kvferrypb.RetrievalItem{
 			Request: string(f.request), Owner: string(f.source.Owner.Node), Incarnation: uint64(f.source.Owner.Incarnation),
-			Publication: uint64(f.source.Sequence), State: "waiting", Transport: f.transport, Attempt: f.attempt,
+			Publication: uint64(f.source.Sequence), State: "waiting", Transport: f.transport,
 			Bytes: uint64(f.bytes), Age: durationpb.New(time.Since(f.accepted)),
 		}
 		if f.running != nil {
-			i.State = f.running.state
+			i.State, i.Attempt = f.running.state, f.running.bad+1
+			i.Transport = cmp.Or(f.running.by, i.Transport)
 		}
 		f.mu.Unlock()
 		res.Items = append(res.Items, i)
@@ -211,6 +213,7 @@ func (a adminService) Peers(context.Context, *kvferrypb.PeersRequest) (*kvferryp
 		}
 		if known {
 			i.Geometry = kvferrypb.FromGeometry(h.geometry)
+			i.Path = a.node.path(transport, transfer.Peer{Life: p.life, Descriptor: h.descriptors[transport]})
 		}
 		if err != nil {
 			i.LastError = err.Error()

@@ -107,6 +107,16 @@ func (n *Node) transportChecks() []Check {
 	var list []Check
 	for _, name := range n.config.Transfer.Transports {
 		c := Check{Name: "transport " + name, State: StateOK, Found: "open"}
+		if name == rdmaread.Name && n.rdma != nil {
+			works, troubles := n.rdmaPorts()
+			if len(troubles) > 0 {
+				c.State, c.Found = StateWarn, "open, but "+strings.Join(troubles, "; ")
+				c.Remedy = "mend it: the node uses what works, and looks by itself for what is back; its log"
+			}
+			if !works && n.config.Transfer.Require == name {
+				c.State = StateFail
+			}
+		}
 		if i := slices.IndexFunc(n.refused, func(r refusal) bool { return r.transport == name }); i >= 0 {
 			c.State, c.Found = StateAbsent, n.refused[i].reason
 			c.Remedy = "mend it and restart the node, if the node is to have it"
@@ -201,8 +211,11 @@ func (m machine) memoryLock(c *config.Config, f fabric) Check {
 		check.Found = fmt.Sprintf("%s may be locked; rdma locks the whole arena (-c FILE says how much that is)", sizeText(allowed))
 		return check
 	}
-	need := uint64(arenaBytes(c))
-	check.Found = fmt.Sprintf("%s may be locked, rdma locks %s: the arena and the seal table", sizeText(allowed), sizeText(need))
+	need := (uint64(arenaBytes(c)) + rdmaread.SpareBytes) * uint64(f.locks)
+	check.Found = fmt.Sprintf("%s may be locked, rdma locks %s: the arena, the seal table, and queues", sizeText(allowed), sizeText(need))
+	if f.locks > 1 {
+		check.Found += fmt.Sprintf(", for each of %d devices", f.locks)
+	}
 	if m.memlock(need) != nil {
 		check.State, check.Remedy = StateFail, memlockRemedy
 	}

@@ -113,6 +113,7 @@ type want struct{ check, state, found, remedy string }
 
 func TestExamine(t *testing.T) {
 	roce := with(card("mlx5_0", "uverbs0", "4: ACTIVE", "Ethernet", v2local, v1v4, v2v4, unused), verbsLibrary("ibv_reg_dmabuf_mr\x00"))
+	two := with(roce, card("mlx5_1", "uverbs1", "4: ACTIVE", "Ethernet", v2v4))
 	const none = "-" // no configuration
 	for name, tt := range map[string]struct {
 		files    fstest.MapFS
@@ -215,12 +216,22 @@ func TestExamine(t *testing.T) {
 		},
 		"a device that is named and not there": {
 			files: roce, transfer: "rdma: {devices: [mlx5_9]}",
-			want:  []want{{"rdma", StateFail, "there is mlx5_0; transfer.rdma.devices names mlx5_9", "mend"}},
+			want:  []want{{"rdma", StateFail, "transfer.rdma.devices names mlx5_9, and there is mlx5_0", "mend"}},
 			fails: []string{"rdma"},
 		},
 		"a port that is named and down": {
 			files: with(roce, card("mlx5_1", "uverbs1", "1: DOWN", "Ethernet")), transfer: `rdma: {devices: ["mlx5_1:1"]}`,
 			want:  []want{{"rdma mlx5_1:1", StateFail, "DOWN", "cable"}},
+			fails: []string{"rdma mlx5_1:1"},
+		},
+		"ports that are named and not there": {
+			files: two, transfer: `rdma: {devices: ["mlx5_0:1", "mlx5_0:7", "mlx5_2:1"]}`,
+			want:  []want{{"rdma", StateFail, "names mlx5_0:7, and the ports of mlx5_0 are 1; mlx5_2:1, and there is mlx5_0, mlx5_1", "mend"}},
+			fails: []string{"rdma"},
+		},
+		"a device that is named and down, beside another one": {
+			files: with(roce, card("mlx5_1", "uverbs1", "1: DOWN", "Ethernet")), transfer: "rdma: {devices: [mlx5_0, mlx5_1]}",
+			want:  []want{{"rdma mlx5_0:1", StateOK, "ACTIVE", ""}, {"rdma mlx5_1:1", StateFail, "DOWN", "cable"}},
 			fails: []string{"rdma mlx5_1:1"},
 		},
 		"required, and no device": {
@@ -248,10 +259,42 @@ func TestExamine(t *testing.T) {
 			files: card("mlx5_0", "uverbs0", "4: ACTIVE", "Ethernet", v2v4), transfer: "rdma: {library: /opt/mine.so}",
 			want: []want{{"rdma", StateOK, "mlx5_0", ""}, {"verbs library", StateOK, "/opt/mine.so", ""}},
 		},
+		"a library that is named and not there": {
+			files: roce, transfer: "rdma: {library: /nosuch.so}",
+			change: func(m *machine) { m.load = func(string) error { return errors.New("no such file") } },
+			want:   []want{{"verbs library", StateFail, "no such file", "libibverbs1"}},
+			fails:  []string{"verbs library"},
+		},
+		"a library that is named and not there, and no device": {
+			transfer: "rdma: {library: /nosuch.so}",
+			change:   func(m *machine) { m.load = func(string) error { return errors.New("no such file") } },
+			want:     []want{{"rdma", StateAbsent, "no device", ""}, {"verbs library", StateFail, "no such file", "libibverbs1"}},
+			fails:    []string{"verbs library"},
+		},
+		"a library that is named, and a node that runs without rdma": {
+			transfer: "rdma: {library: /opt/mine.so}",
+			change: func(m *machine) {
+				m.running, m.load = true, func(string) error { return errNotOpen }
+			},
+			want: []want{{"rdma", StateAbsent, "no device", ""}, {"verbs library", StateAbsent, "has not opened rdma", ""}},
+		},
 		"64 KiB may be locked": {
 			files: roce, change: func(m *machine) { m.memlock = lockable(64 << 10) },
-			want:  []want{{"memory lock", StateFail, "64KiB may be locked, rdma locks 1025MiB", "ulimit -l unlimited"}},
+			want:  []want{{"memory lock", StateFail, "64KiB may be locked, rdma locks 1041MiB", "ulimit -l unlimited"}},
 			fails: []string{"memory lock"},
+		},
+		"enough for one device of two": {
+			files: two, change: func(m *machine) { m.memlock = lockable(1500 << 20) },
+			want:  []want{{"memory lock", StateFail, "1500MiB may be locked, rdma locks 2081MiB: the arena, the seal table, and queues, for each of 2 devices", "ulimit -l unlimited"}},
+			fails: []string{"memory lock"},
+		},
+		"enough for the device that is named": {
+			files: two, transfer: "rdma: {devices: [mlx5_0]}", change: func(m *machine) { m.memlock = lockable(1500 << 20) },
+			want: []want{{"memory lock", StateOK, "rdma locks 1041MiB", ""}},
+		},
+		"enough for the device that is not down": {
+			files: with(roce, card("mlx5_1", "uverbs1", "1: DOWN", "Ethernet")), change: func(m *machine) { m.memlock = lockable(1500 << 20) },
+			want: []want{{"memory lock", StateOK, "rdma locks 1041MiB", ""}},
 		},
 		"64 KiB, and the arena is not known": {
 			files: roce, transfer: none, change: func(m *machine) { m.memlock = lockable(64 << 10) },
@@ -259,7 +302,7 @@ func TestExamine(t *testing.T) {
 		},
 		"enough may be locked": {
 			files: roce, change: func(m *machine) { m.memlock = lockable(2 << 30) },
-			want: []want{{"memory lock", StateOK, "2GiB may be locked, rdma locks 1025MiB", ""}},
+			want: []want{{"memory lock", StateOK, "2GiB may be locked, rdma locks 1041MiB", ""}},
 		},
 		"64 KiB, and no library": {
 			files: roce, change: func(m *machine) {

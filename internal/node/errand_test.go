@@ -63,6 +63,9 @@ func states(t testing.TB, n *member) map[string]string {
 	all := make(map[string]string)
 	for _, i := range res.GetItems() {
 		all[i.GetRequest()] = i.GetState()
+		if reads := i.GetState() == "reading"; reads && (i.GetAttempt() != 1 || i.GetTransport() == "") || i.GetState() == "waiting" && i.GetAttempt() != 0 {
+			t.Errorf("%v: want the first attempt of a read, and by what; of one that waits neither", i)
+		}
 	}
 	return all
 }

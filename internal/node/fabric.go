@@ -21,6 +21,7 @@ type fabric struct {
 	wanted  bool // by the configuration, or as far as is known
 	devices []rdma.Info
 	usable  bool // by this process
+	locks   int  // devices that would lock the memory, each all of it
 	checks  []Check
 }
 
@@ -59,35 +60,85 @@ func (m machine) fabric(c *config.Config) fabric {
 			summary.Remedy = "the card's driver; or no transfer.rdma.devices, and another transfer.require"
 		}
 		f.checks = []Check{summary}
+		if settings.Library != "" { // the agent loads it all the same
+			f.checks = append(f.checks, m.verbs(settings.Library, StateFail))
+		}
 		return f
 	case err != nil && (settings.Library == "" || !active(f.devices)): // another library may be elsewhere
 		summary.State, summary.Found, summary.Remedy = bad, err.Error(), "mend what is not ok below"
 	default:
 		summary.Found = strings.Join(names, ", ")
 	}
-	var missing []string
-	for _, named := range settings.Devices {
-		if device, _, _ := strings.Cut(named, ":"); !slices.Contains(names, device) {
-			missing = append(missing, named)
-		}
-	}
+	used, missing := chosen(f.devices, settings.Devices)
 	if len(missing) > 0 {
-		summary.State, summary.Found = StateFail, fmt.Sprintf("there is %s; transfer.rdma.devices names %s", strings.Join(names, ", "), strings.Join(missing, ", "))
+		summary.State, summary.Found = StateFail, "transfer.rdma.devices names "+strings.Join(missing, "; ")
 		summary.Remedy = "mend transfer.rdma.devices"
 	}
-	verbs := m.verbs(settings.Library, bad)
-	f.usable = summary.State == StateOK && verbs.State == StateOK
+	broken := bad
+	if settings.Library != "" { // named, too
+		broken = StateFail
+	}
+	verbs := m.verbs(settings.Library, broken)
 	f.checks = append(f.checks, summary, verbs)
-	for _, d := range f.devices {
-		if len(settings.Devices) > 0 && !slices.ContainsFunc(settings.Devices, func(named string) bool { return named == d.Name || strings.HasPrefix(named, d.Name+":") }) {
-			continue // not to be used
+	for _, d := range used {
+		down := StateWarn
+		switch {
+		case active([]rdma.Info{d}):
+			f.locks++
+		case len(settings.Devices) > 0:
+			down = StateFail
 		}
 		f.checks = append(f.checks, m.deviceNode(d, bad))
 		for _, p := range d.Ports {
-			f.checks = append(f.checks, m.port(d, p, settings, bad)...)
+			if slices.Contains(settings.Devices, portName(d, p)) {
+				down = StateFail
+			}
+			f.checks = append(f.checks, m.port(d, p, settings, bad, down)...)
 		}
 	}
+	f.usable = summary.State == StateOK && verbs.State == StateOK && f.locks > 0
 	return f
+}
+
+func portName(d rdma.Info, p rdma.PortInfo) string { return fmt.Sprintf("%s:%d", d.Name, p.Number) }
+
+// chosen are the devices that are named, with those of their ports, or all if
+// none is named; and what is named and not there, with what there is.
+func chosen(all []rdma.Info, named []string) (list []rdma.Info, missing []string) {
+	if len(named) == 0 {
+		return all, nil
+	}
+	left := slices.Clone(named)
+	take := func(name string) bool {
+		before := len(left)
+		left = slices.DeleteFunc(left, func(n string) bool { return n == name })
+		return len(left) < before
+	}
+	var devices []string
+	ports := make(map[string][]string)
+	for _, d := range all {
+		devices = append(devices, d.Name)
+		whole, some := take(d.Name), []rdma.PortInfo(nil)
+		for _, p := range d.Ports {
+			ports[d.Name] = append(ports[d.Name], strconv.Itoa(p.Number))
+			if take(portName(d, p)) || whole {
+				some = append(some, p)
+			}
+		}
+		if whole || len(some) > 0 {
+			d.Ports = some
+			list = append(list, d)
+		}
+	}
+	for _, n := range left {
+		device, _, _ := strings.Cut(n, ":")
+		if slices.Contains(devices, device) {
+			missing = append(missing, fmt.Sprintf("%s, and the ports of %s are %s", n, device, cmp.Or(strings.Join(ports[device], ", "), "none")))
+		} else {
+			missing = append(missing, fmt.Sprintf("%s, and there is %s", n, strings.Join(devices, ", ")))
+		}
+	}
+	return list, missing
 }
 
 func active(devices []rdma.Info) bool {
@@ -102,7 +153,10 @@ func (m machine) verbs(library, bad string) Check {
 	if at := cmp.Or(library, rdma.Library(m.files, m.libraryPath)); at != "" {
 		check.Found = "/" + rooted(at)
 	}
-	if err := m.load(library); err != nil {
+	switch err := m.load(library); {
+	case errors.Is(err, errNotOpen):
+		check.State, check.Found = StateAbsent, err.Error()
+	case err != nil:
 		check.State, check.Found = bad, err.Error()
 		check.Remedy = "apt-get install libibverbs1 ibverbs-providers, or the card maker's packages; kvferry version: was it built with the tag rdma"
 	}
@@ -137,9 +191,10 @@ func (m machine) deviceNode(d rdma.Info, bad string) Check {
 	return check
 }
 
-// port tells of one port, and where that is active of its addresses.
-func (m machine) port(d rdma.Info, p rdma.PortInfo, settings config.RDMA, bad string) []Check {
-	name := fmt.Sprintf("%s:%d", d.Name, p.Number)
+// port tells of one port, and where that is active of its addresses. bad is the
+// state of what should work and does not, down that of a port that is not active.
+func (m machine) port(d rdma.Info, p rdma.PortInfo, settings config.RDMA, bad, down string) []Check {
+	name := portName(d, p)
 	check := Check{Name: "rdma " + name, State: StateOK, Found: fmt.Sprintf("%s, %s, %s", p.State, p.LinkLayer, p.Rate)}
 	class := "sys/class/infiniband/" + d.Name
 	infiniband := p.LinkLayer == rdma.LinkInfiniBand.String()
@@ -147,12 +202,9 @@ func (m machine) port(d rdma.Info, p rdma.PortInfo, settings config.RDMA, bad st
 		check.Found += ", LID " + cmp.Or(m.text(path.Join(class, "ports", strconv.Itoa(p.Number), "lid")), "unknown")
 	}
 	if p.State != "ACTIVE" {
-		check.State, check.Remedy = StateWarn, "cable and switch; ip link: is the port's network device up"
+		check.State, check.Remedy = down, "cable and switch; ip link: is the port's network device up"
 		if infiniband {
 			check.Remedy = "cable and switch; a port that stays INIT or ARMED has no subnet manager (sminfo)"
-		}
-		if slices.Contains(settings.Devices, name) {
-			check.State = StateFail
 		}
 		return []Check{check}
 	}

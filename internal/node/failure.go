@@ -35,7 +35,8 @@ func failures() []failure {
 	return []failure{
 		{errNoSession, kvferrypb.Failure_NO_SESSION, codes.Unauthenticated, "open a session and keep its Events stream"},
 		{errStranger, kvferrypb.Failure_REFUSED, codes.PermissionDenied, "give the caller a certificate whose subject alternative name is its node.name, and let it in by security.peers"},
-		{errNoLink, kvferrypb.Failure_TRANSPORT, codes.Unimplemented, "see kvferry status and kvferry members there"},
+		{errNoLink, kvferrypb.Failure_TRANSPORT, codes.Unimplemented, "see kvferry status there"},
+		{errNotMember, kvferrypb.Failure_TRANSPORT, codes.Unavailable, "try again: gossip may be late; see kvferry members there"},
 		{errSeeds, kvferrypb.Failure_INVALID, codes.InvalidArgument, "give host:port of the gossip of running members; kvferry status shows it there"},
 		{errNotListed, kvferrypb.Failure_DEADLINE, codes.DeadlineExceeded, "is a node there; are cluster.name, the keyring, and security the same; does the gossip port pass both ways, UDP and TCP"},
 		{errBlocked, kvferrypb.Failure_BLOCKED, codes.FailedPrecondition, "start or mend the members that it names, then repeat it"},

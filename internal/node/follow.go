@@ -508,6 +508,7 @@ func (f *follow) backOff(run *reading, failed error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	run.state, run.failed = "backoff", failed
+	run.bad++
 }
 
 // reads notes whom a read is at: by which transport, "" while no link is open.

@@ -19,6 +19,8 @@ import (
 var (
 	// errNoLink: this node has no link of the transport to give to who asks.
 	errNoLink = errors.New("no link to give")
+	// errNotMember: who asks is not a member here, or not yet: gossip may be late.
+	errNotMember = errors.New("not a member here")
 	// errHello: the transport does not take the hello, or could not answer it.
 	errHello = errors.New("link failed")
 )
@@ -88,7 +90,7 @@ func (s peerService) Link(req *kvferrypb.LinkRequest, stream grpc.ServerStreamin
 	}
 	member, err := n.peers.await(stream.Context(), reader)
 	if err != nil {
-		return fmt.Errorf("%s is no member here: %w: %w", reader, errNoLink, err) // not yet, or no more
+		return fmt.Errorf("%w: %w", errNotMember, err)
 	}
 	if err := n.links.enter(reader); err != nil {
 		return err

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -279,7 +281,7 @@ func TestHostileLinkRequests(t *testing.T) {
 		"for any life":          {func(r *kvferrypb.LinkRequest) { r.ToIncarnation = 0 }, codes.Aborted, true},
 		"of nobody":             {func(r *kvferrypb.LinkRequest) { r.From = nil }, codes.InvalidArgument, true},
 		"of no name":            {func(r *kvferrypb.LinkRequest) { r.From.Node = "a/b" }, codes.InvalidArgument, true},
-		"of an earlier life":    {func(r *kvferrypb.LinkRequest) { r.From.Incarnation-- }, codes.Unimplemented, false},
+		"of an earlier life":    {func(r *kvferrypb.LinkRequest) { r.From.Incarnation-- }, codes.Unavailable, false},
 		"by no transport":       {func(r *kvferrypb.LinkRequest) { r.Transport = "" }, codes.Unimplemented, true},
 		"by one that has none":  {func(r *kvferrypb.LinkRequest) { r.Transport = "tcp" }, codes.Unimplemented, true},
 		"with a hello too long": {func(r *kvferrypb.LinkRequest) { r.Hello = make([]byte, node.MaxHello+1) }, codes.InvalidArgument, true},
@@ -310,8 +312,8 @@ func TestHostileLinkRequests(t *testing.T) {
 			if err == nil {
 				_, err = stream.Recv()
 			}
-			if status.Code(err) != codes.Unimplemented {
-				t.Errorf("of %s: %v, want that it has none to give", of, err)
+			if status.Code(err) != codes.Unavailable {
+				t.Errorf("of %s: %v, want that it may try again", of, err)
 			}
 		})
 	}
@@ -321,8 +323,50 @@ func TestHostileLinkRequests(t *testing.T) {
 	}
 	if stream, err := peer.Link(t.Context(), good()); err != nil {
 		t.Error(err)
-	} else if _, err := stream.Recv(); status.Code(err) == codes.Unimplemented || len(served) != 1 {
+	} else if _, err := stream.Recv(); len(served) != 1 {
 		t.Errorf("the honest request: %v", err)
+	}
+}
+
+// TestLinkOfALateMember: who asks before the owner has heard of it is waited for,
+// and if that takes too long told to try again, not that there are no links.
+func TestLinkOfALateMember(t *testing.T) {
+	prefill := startNode(t, "prefill", nil, overTCP)
+	y := serveToy(prefill)
+	c := configure(t, "late", prefill, overTCP)
+	if err := os.MkdirAll(c.Node.StateDir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	late := id.Life{Node: "late", Incarnation: 1 << 60}
+	if err := os.WriteFile(filepath.Join(c.Node.StateDir, "incarnation"), fmt.Appendf(nil, "%d\n", late.Incarnation-1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ask := func() error {
+		stream, err := dialPeer(t, prefill, insecure.NewCredentials()).Link(t.Context(), &kvferrypb.LinkRequest{
+			From: &kvferrypb.Life{Node: "late", Incarnation: uint64(late.Incarnation)},
+			To:   "prefill", ToIncarnation: uint64(prefill.Life().Incarnation), Transport: "toy", Hello: []byte("hello"),
+		})
+		if err == nil {
+			_, err = stream.Recv()
+		}
+		return err
+	}
+	if err := ask(); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "not a member here") {
+		t.Errorf("%v, want that it is not a member yet", err)
+	}
+	answered := make(chan error, 1)
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	asking.Go(func() { answered <- ask() })
+	decode := startLogging(t, c, logger(t), nil)
+	if decode.Life() != late {
+		t.Fatalf("it is %s", decode.Life())
+	}
+	if err := arrives(t, "an answer", answered); err != nil {
+		t.Error(err)
+	}
+	if s := arrives(t, "the link", y.standing); s.reader != late {
+		t.Errorf("the owner was told that %s reads", s.reader)
 	}
 }
 
@@ -364,7 +408,10 @@ func TestHostileLinkAnswers(t *testing.T) {
 		"another life":     {answers(&kvferrypb.LinkResponse{Life: &kvferrypb.Life{Node: "impostor", Incarnation: 1}}), transfer.ErrIdentity, false},
 		"nobody":           {answers(&kvferrypb.LinkResponse{}), transfer.ErrIdentity, false},
 		"more than it may": {answers(&kvferrypb.LinkResponse{Life: truth, Answer: make([]byte, node.MaxHello+1)}), nil, false},
-		"two answers":      {answers(&kvferrypb.LinkResponse{Life: truth}, &kvferrypb.LinkResponse{Life: truth}), nil, true},
+		"not a member yet": {func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
+			return status.Error(codes.Unavailable, "not a member here")
+		}, nil, false},
+		"two answers": {answers(&kvferrypb.LinkResponse{Life: truth}, &kvferrypb.LinkResponse{Life: truth}), nil, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			imp.link = tt.link
@@ -381,6 +428,8 @@ func TestHostileLinkAnswers(t *testing.T) {
 				t.Error("it stands")
 			case tt.is != nil && !errors.Is(err, tt.is):
 				t.Errorf("%v, want %v", err, tt.is)
+			case errors.Is(err, transfer.ErrUnavailable): // for which the transport would rest
+				t.Errorf("%v, want an error to try again after", err)
 			}
 		})
 	}

@@ -77,6 +77,15 @@ type Addresses struct {
 	Engine string         `json:"engine"` // path of the socket
 }
 
+// LogValue leaves out what is not open.
+func (a Addresses) LogValue() slog.Value {
+	values := []slog.Attr{slog.Any("gossip", a.Gossip), slog.Any("peer", a.Peer)}
+	if a.Data.IsValid() {
+		values = append(values, slog.Any("data", a.Data))
+	}
+	return slog.GroupValue(append(values, slog.Any("http", a.HTTP), slog.String("engine", a.Engine))...)
+}
+
 // Node is one running node. It is safe for concurrent use.
 type Node struct {
 	config   *config.Config

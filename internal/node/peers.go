@@ -223,6 +223,13 @@ func (ps *peers) owner(l id.Life) (*peer, error) {
 	}
 }
 
+// gone says whether a node was a member once, in any life.
+func (ps *peers) gone(name id.Node) bool {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	return ps.lost.has(id.Life{Node: name})
+}
+
 // await returns the peer of a life that is a member, or becomes one while ctx
 // lasts, a call's time at most: gossip may be later than what a member says itself.
 func (ps *peers) await(ctx context.Context, l id.Life) (*peer, error) {
@@ -425,7 +432,7 @@ func (p *peer) sayHello() (hello, error) {
 		h, err = checkHello(res)
 	}
 	if err != nil {
-		return hello{}, fmt.Errorf("hello to %s at %s: %w", p.life, p.member.Meta.Peer, err)
+		return hello{}, fmt.Errorf("hello to %s at %s: %w", p.life, p.member.Meta.Peer, plainly(err))
 	}
 	return h, nil
 }

@@ -105,7 +105,7 @@ func (a adminService) Probe(ctx context.Context, req *kvferrypb.ProbeRequest) (*
 // probed finds a peer by its name; the error names those that there are.
 func (n *Node) probed(name id.Node) (*peer, error) {
 	if name == n.life.Node {
-		return nil, fmt.Errorf("%s is this node itself, want another one: %w", name, manager.ErrInvalid)
+		return nil, fmt.Errorf("%s is this node itself, want another one, or another node to look from (--node): %w", name, manager.ErrInvalid)
 	}
 	if p := n.peers.byNode(name); p != nil {
 		return p, nil
@@ -115,7 +115,11 @@ func (n *Node) probed(name id.Node) (*peer, error) {
 		others = append(others, string(p.life.Node))
 	}
 	slices.Sort(others)
-	return nil, fmt.Errorf("%.80q: %w; the others are: %s", name, errUnknownNode, cmp.Or(strings.Join(others, ", "), "none"))
+	text := cmp.Or(strings.Join(others, ", "), "none")
+	if n.peers.gone(name) {
+		return nil, fmt.Errorf("%.80q has left the cluster, or was lost: %w now; the others are: %s", name, errUnknownNode, text)
+	}
+	return nil, fmt.Errorf("%.80q: %w; the others are: %s", name, errUnknownNode, text)
 }
 
 // probes are the transports that either side has or wants, ours first, best first.
@@ -197,14 +201,24 @@ func (n *Node) path(name string, peer transfer.Peer) string {
 		if n.rdma == nil {
 			return ""
 		}
+		lanes := make(map[string]*[2]int) // that are ready, and wanted, of all links to it
 		for _, p := range n.rdma.Paths() {
+			if p.Peer != peer.Life {
+				continue
+			}
 			text := fmt.Sprintf("%s:%d %s to %s", p.Device, p.Port, p.GID, p.Remote)
-			if p.State != "active" {
+			if p.State != portActive {
 				text += " (" + p.State + ")"
 			}
-			if p.Peer == peer.Life && !slices.Contains(parts, text) { // of all links to it
+			if lanes[text] == nil {
+				lanes[text] = new([2]int)
 				parts = append(parts, text)
 			}
+			lanes[text][0] += p.Lanes
+			lanes[text][1] += p.Wanted
+		}
+		for i, text := range parts {
+			parts[i] += fmt.Sprintf(", %d of %d lanes", lanes[text][0], lanes[text][1])
 		}
 	}
 	return strings.Join(parts, "; ")

@@ -294,8 +294,8 @@ func TestProbeIsBounded(t *testing.T) {
 		reason, todo string
 	}{
 		"dead":    {change: func(_ context.Context, r *kvferrypb.HelloResponse) { at(r, gone) }, reason: "connection refused", todo: "process alive"},
-		"stopped": {change: func(_ context.Context, r *kvferrypb.HelloResponse) { at(r, port) }, stops: true, hello: "DeadlineExceeded", reason: "no progress", todo: "not stopped"},
-		"mute":    {never: true, hello: "DeadlineExceeded", reason: "never answered a hello", todo: "kvferry peers"},
+		"stopped": {change: func(_ context.Context, r *kvferrypb.HelloResponse) { at(r, port) }, stops: true, hello: "context deadline exceeded", reason: "no progress", todo: "not stopped"},
+		"mute":    {never: true, hello: "context deadline exceeded", reason: "never answered a hello", todo: "kvferry peers"},
 		// Of an older version, or of an owner that holds nothing.
 		"without the word": {reason: "publication ended", todo: "one version of kvferry"},
 		"another life": {

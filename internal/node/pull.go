@@ -30,6 +30,7 @@ type reading struct {
 	from   *peer  // that is read, the latest
 	by     string // the transport, "" while no link to it is open
 	failed error  // the attempt before
+	bad    uint32 // attempts that have failed
 	urgent bool
 	places map[*transfer.Place]struct{} // in the queue of reads
 }

@@ -59,6 +59,15 @@ func useFabric(t testing.TB) {
 	}
 }
 
+// useNoDevices gives this process none.
+func useNoDevices(t *testing.T) {
+	t.Helper()
+	if library, err := rdmatest.Build(); err == nil {
+		_ = rdma.Load(library) // before anybody loads another one; a build without rdma has none
+	}
+	t.Setenv("KVFERRY_VERBS_DOUBLE", "")
+}
+
 // overRDMA lets nodes read each other by RDMA alone.
 var overRDMA = [2]string{"transfer.transports", "rdma"}
 
@@ -175,13 +184,14 @@ func TestNoRDMA(t *testing.T) {
 		set   [2]string
 		level string // "": it does not start
 	}{
-		"whatever there is": {[2]string{"transfer.transports", "shm,rdma,tcp"}, "INFO"},
+		"whatever there is": {[2]string{"transfer.transports", "shm,rdma,tcp"}, "WARN"}, // there is one, which is down
 		"named":             {[2]string{"transfer.transports", "rdma,tcp"}, "WARN"},
 		"alone":             {overRDMA, ""},
+		"required":          {[2]string{"transfer.require", "rdma"}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			rdmatest.Use(t, []rdmatest.DeviceSpec{{Name: "double0", Down: true}}...)
-			c := configure(t, "prefill", nil, tt.set)
+			c := configure(t, "prefill", nil, [2]string{"transfer.transports", "shm,rdma,tcp"}, tt.set)
 			var log lines
 			n, err := node.Start(t.Context(), node.Options{Config: c, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 			if tt.level == "" {
@@ -189,8 +199,11 @@ func TestNoRDMA(t *testing.T) {
 					n.Close(t.Context())
 					t.Fatal("it starts without the only transport")
 				}
-				if !errors.Is(err, transfer.ErrUnavailable) || !strings.Contains(err.Error(), "double0") {
-					t.Errorf("%v, want ErrUnavailable and the device", err)
+				if !errors.Is(err, transfer.ErrUnavailable) || !strings.Contains(err.Error(), "double0") || !strings.Contains(err.Error(), "kvferry doctor") {
+					t.Errorf("%v, want ErrUnavailable, the device, and where to look", err)
+				}
+				if strings.Contains(err.Error(), "cudaipc") || strings.Contains(err.Error(), "tcp") {
+					t.Errorf("%v tells of transports that nobody asked for", err)
 				}
 				return
 			}
@@ -211,6 +224,51 @@ func TestNoRDMA(t *testing.T) {
 				if s.GetName() == rdmaread.Name && (s.GetAvailable() || !strings.Contains(s.GetReason(), "double0")) {
 					t.Errorf("%v, want that it is not available, and why", s)
 				}
+			}
+		})
+	}
+}
+
+// TestNoCard: who asks for whatever there is does not miss a card; who names one, or
+// a library, does, on a machine without any.
+func TestNoCard(t *testing.T) {
+	if cards, _ := rdma.Probe(os.DirFS("/"), ""); len(cards) > 0 {
+		t.Skipf("this machine has %v", cards)
+	}
+	all := [2]string{"transfer.transports", "shm,rdma,tcp"}
+	for name, tt := range map[string]struct {
+		set  [2]string
+		says []string // nil: it starts
+	}{
+		"whatever there is": {set: all},
+		"a device":          {[2]string{"transfer.rdma.devices", "mlx5_9"}, []string{"transfer.rdma.devices names mlx5_9"}},
+		"rdma":              {[2]string{"transfer.require", "rdma"}, []string{"transfer.require (rdma)", "no device in /sys/class/infiniband", "kvferry doctor -c FILE"}},
+		"a library":         {[2]string{"transfer.rdma.library", "/nosuch/libibverbs.so.1"}, []string{"transfer.rdma.library", "/nosuch/libibverbs.so.1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			useNoDevices(t)
+			c := configure(t, "prefill", nil, all, tt.set)
+			var log lines
+			n, err := node.Start(t.Context(), node.Options{Config: c, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+			if err == nil {
+				defer n.Close(t.Context())
+			}
+			if tt.says == nil {
+				if got := log.of("transport is not available"); err != nil || len(got) != 1 || !strings.Contains(got[0], "level=INFO") {
+					t.Errorf("%v, the log says %q", err, got)
+				}
+				return
+			}
+			if err == nil {
+				t.Fatal("it starts")
+			}
+			for _, s := range tt.says {
+				if !strings.Contains(err.Error(), s) {
+					t.Errorf("%v does not say %q", err, s)
+				}
+			}
+			if strings.Contains(err.Error(), "cudaipc") || len(err.Error()) > 500 {
+				t.Errorf("%v says too much", err)
 			}
 		})
 	}
@@ -292,6 +350,75 @@ func TestBrokenFabricIsTold(t *testing.T) {
 	if got := fallbacks(t, decode, tcp.Name, rdmaread.Name, "recovered"); got != 1 {
 		t.Errorf("came back %v times, want once", got)
 	}
+}
+
+// TestDeadCardShows: a node whose only card has died says so, and says when a port
+// is down and back.
+func TestDeadCardShows(t *testing.T) {
+	w := rdmatest.Use(t, rdmatest.DeviceSpec{Name: "double0"})
+	prefill, decode := startPair(t, append(impatient(), [2]string{"transfer.transports", "rdma,tcp"})...)
+	p, d := openEngine(t, prefill), openEngine(t, decode)
+	if by := over(t, "before", p, d); by != rdmaread.Name {
+		t.Fatalf("it came by %s", by)
+	}
+	if i := peerOf(t, decode, "prefill"); !strings.Contains(i.GetPath(), "double0:1") || !strings.Contains(i.GetPath(), "lanes") {
+		t.Errorf("path %q, want the device and its lanes", i.GetPath())
+	}
+	show := func(says string) error {
+		res, err := decode.admin.Status(t.Context(), &kvferrypb.StatusRequest{})
+		if err != nil {
+			return err
+		}
+		doctor, err := decode.admin.Doctor(t.Context(), &kvferrypb.DoctorRequest{})
+		if err != nil {
+			return err
+		}
+		s, row := transportOf(res, rdmaread.Name), checkOf(doctor, "transport rdma")
+		if len(s.GetPorts()) != 1 || s.GetPorts()[0].GetDevice() != "double0" || s.GetPorts()[0].GetGid() == "" {
+			return fmt.Errorf("%v, want one port of double0", s)
+		}
+		state := s.GetPorts()[0].GetState()
+		if says == "" {
+			if !s.GetAvailable() || s.GetReason() != "" || state != "active" || row.GetState() != node.StateOK {
+				return fmt.Errorf("%v, %v, want that all is well", s, row)
+			}
+			return nil
+		}
+		if s.GetAvailable() || !strings.Contains(s.GetReason(), says) || !strings.Contains(state, says) || row.GetState() != node.StateWarn || !strings.Contains(row.GetFound(), says) || row.GetRemedy() == "" {
+			return fmt.Errorf("%v, %v, want that it %q", s, row, says)
+		}
+		return nil
+	}
+	for _, e := range []struct {
+		kind rdmatest.EventKind
+		says string
+	}{{rdmatest.PortActive, ""}, {rdmatest.PortError, "is down"}, {rdmatest.PortActive, ""}, {rdmatest.DeviceFatal, "has failed"}} {
+		if err := w.Event("double0", e.kind); err != nil {
+			t.Fatal(err)
+		}
+		await(t, fmt.Sprintf("%v to show", e.kind), func(context.Context) error { return show(e.says) })
+	}
+	if by := over(t, "after", p, d); by != tcp.Name {
+		t.Errorf("it came by %s", by)
+	}
+}
+
+func transportOf(s *kvferrypb.StatusResponse, name string) *kvferrypb.TransportStatus {
+	for _, t := range s.GetTransports() {
+		if t.GetName() == name {
+			return t
+		}
+	}
+	return nil
+}
+
+func checkOf(r *kvferrypb.DoctorResponse, name string) *kvferrypb.DoctorResponse_Check {
+	for _, c := range r.GetItems() {
+		if c.GetName() == name {
+			return c
+		}
+	}
+	return nil
 }
 
 // TestRequiredFabricBreaks: without another transport a read that fails is an

@@ -8,10 +8,13 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"strings"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/rdma"
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
@@ -48,17 +51,22 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 	defer func() { n.closers = append(n.closers, n.quiesce) }()
 	want := n.config.Transfer
 	n.linking = make(map[string]linkServer)
+	var tried, reasons []string // those that may be used, and what came of them
 	for _, name := range want.Transports {
 		if want.Require != "" && name != want.Require {
 			n.refused = append(n.refused, refusal{name, "transfer.require is " + want.Require})
 			continue
 		}
+		tried = append(tried, name)
 		t, read, err := n.openTransport(name)
 		switch {
+		case errors.Is(err, transfer.ErrUnavailable) && name == rdmaread.Name && len(want.RDMA.Devices) > 0:
+			return fmt.Errorf("transfer.rdma.devices names %s: %w", strings.Join(want.RDMA.Devices, ", "), err)
 		case errors.Is(err, transfer.ErrUnavailable):
 			n.refused = append(n.refused, refusal{name, err.Error()})
+			reasons = append(reasons, err.Error())
 			level := slog.LevelWarn
-			if name == rdmaread.Name && want.Require == "" && slices.Equal(want.Transports, config.Transports()) {
+			if _, absent := errors.AsType[*noCardError](err); absent && want.Require == "" && slices.Equal(want.Transports, config.Transports()) {
 				level = slog.LevelInfo // who asks for whatever there is does not miss a device
 			}
 			n.log.Log(n.ctx, level, "transport is not available", "transport", name, "err", err)
@@ -80,7 +88,11 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 	}
 	n.refused = append(n.refused, refusal{"cudaipc", noCUDAIPC()})
 	if len(n.transports) == 0 {
-		return fmt.Errorf("open transports: none of %v can be used (transfer.require %q): %v: %w", want.Transports, want.Require, n.refused, transfer.ErrUnavailable)
+		key := "transfer.transports"
+		if want.Require != "" {
+			key = "transfer.require"
+		}
+		return fmt.Errorf("%s (%s): %w: %s; see kvferry doctor -c FILE", key, strings.Join(tried, ", "), transfer.ErrUnavailable, strings.Join(reasons, "; "))
 	}
 	return nil
 }
@@ -127,6 +139,11 @@ func (n *Node) openRDMA(local transfer.Local, limits transfer.Limits) (transfer.
 	if c.GIDIndex >= 0 {
 		gid = &c.GIDIndex
 	}
+	if c.Library != "" {
+		if err := rdma.Load(c.Library); err != nil {
+			return nil, nil, fmt.Errorf("transfer.rdma.library %s: %w", c.Library, err) // which was named, so it is not done without
+		}
+	}
 	t, err := rdmaread.Listen(rdmaread.Options{
 		Local: local, Limits: limits, Logger: n.log,
 		Devices: c.Devices, GIDIndex: gid, MTU: c.MTU, Reads: c.Reads, QueuePairs: c.QueuePairs, Library: c.Library,
@@ -139,7 +156,10 @@ func (n *Node) openRDMA(local transfer.Local, limits transfer.Limits) (transfer.
 			return answer, call, nil
 		},
 	})
-	if err != nil {
+	switch {
+	case errors.Is(err, transfer.ErrUnavailable):
+		return nil, nil, noRDMA(err)
+	case err != nil:
 		return nil, nil, fmt.Errorf("open rdma (transfer.rdma, or take it out of transfer.transports): %w", err)
 	}
 	n.rdma, n.linking[rdmaread.Name] = t, t
@@ -185,6 +205,26 @@ func (n *Node) openTCP(local transfer.Local, limits transfer.Limits) (transfer.T
 	}, nil
 }
 
+// noCardError: there is no device, usable or not. It wraps
+// [transfer.ErrUnavailable].
+type noCardError struct{ why error }
+
+func (e *noCardError) Error() string { return e.why.Error() }
+func (*noCardError) Unwrap() error   { return transfer.ErrUnavailable }
+
+// noRDMA says why there is no rdma: what the machine's files say, if it has no
+// device at all.
+func noRDMA(err error) error {
+	if listed, _ := rdma.Devices(); len(listed) > 0 {
+		return err
+	}
+	found, probed := rdma.Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH"))
+	if len(found) > 0 {
+		return err
+	}
+	return &noCardError{probed}
+}
+
 // noCUDAIPC says why there is no cudaipc, and whether this machine could use it.
 func noCUDAIPC() string {
 	const notBuilt = "not built into this binary"
@@ -205,10 +245,44 @@ func (n *Node) transportStatus() []*kvferrypb.TransportStatus {
 		if !c.blind {
 			s.ServedBytes = &c.answered
 		}
+		if t.transport == rdmaread.Name {
+			n.showPorts(s)
+		}
 		out = append(out, s)
 	}
 	for _, r := range n.refused {
 		out = append(out, &kvferrypb.TransportStatus{Name: r.transport, Reason: r.reason})
 	}
 	return out
+}
+
+// portActive is the state of a port, or of a path, that works.
+const portActive = "active"
+
+// showPorts tells of each port of ours. Without one that works nothing can be read.
+func (n *Node) showPorts(s *kvferrypb.TransportStatus) {
+	for _, p := range n.rdma.Paths() {
+		if p.Peer == (id.Life{}) {
+			s.Ports = append(s.Ports, &kvferrypb.TransportStatus_Port{
+				Device: p.Device, Port: uint32(p.Port), Link: p.Link, Gid: p.GID, State: p.State, Lanes: uint32(p.Lanes),
+			})
+		}
+	}
+	if works, troubles := n.rdmaPorts(); !works {
+		s.Available, s.Reason = false, "no port works: "+strings.Join(troubles, "; ")
+	}
+}
+
+// rdmaPorts says whether one of our ports works, and why the others do not.
+func (n *Node) rdmaPorts() (works bool, troubles []string) {
+	for _, p := range n.rdma.Paths() {
+		switch {
+		case p.Peer != (id.Life{}): // a path of a link
+		case p.State == portActive:
+			works = true
+		case !slices.Contains(troubles, p.State): // a device that has failed says so of each port
+			troubles = append(troubles, p.State)
+		}
+	}
+	return works, troubles
 }

@@ -18,7 +18,7 @@ import (
 	"github.com/kvferry/kvferry/transfer"
 )
 
-// maxWindows is how many windows are under way on a port at once, of all links
+// maxWindows is how many windows have a place on a port at once, of all links
 // together. One of them fills a port, where a queue pair can.
 const maxWindows = 16
 
@@ -48,6 +48,7 @@ type port struct {
 	info  rdma.Port
 	gids  []rdma.GID // that may be used, the best first; empty if there are none now
 	down  error      // why no lane may use it; nil: it works
+	dead  bool       // down for good: its device has failed
 	since time.Time  // of down becoming nil
 }
 
@@ -151,8 +152,11 @@ func (t *Transport) openDevice(name string, number int) error {
 		d.ports = append(d.ports, p)
 		t.ports = append(t.ports, p)
 	}
-	if len(d.ports) > 0 {
+	if number != 0 && len(why) == 0 || number == 0 && len(d.ports) > 0 {
 		return nil
+	}
+	if len(d.ports) > 0 { // the port that was named
+		return errors.Join(why...)
 	}
 	t.devices = slices.DeleteFunc(t.devices, func(other *device) bool { return other == d })
 	return errors.Join(append(why, d.dev.Close())...)
@@ -238,14 +242,19 @@ func usable(gids []rdma.GID, link rdma.LinkLayer, index *int) ([]rdma.GID, error
 	return list, nil
 }
 
+// SpareBytes must be left of the lock limit on each device for links: queues and
+// the places of seal words are locked too, some 130 KiB a lane. So this is for a
+// hundred lanes, or a dozen peers. A node with more asks for no limit at all.
+const SpareBytes = 16 << 20
+
 // register gives arenas and seal table to every device.
 func (t *Transport) register() error {
 	need := uint64(t.o.Local.Seals.Region().Size())
 	for _, a := range t.o.Local.Arenas {
 		need += uint64(a.Size())
 	}
-	if err := rdma.CheckMemlock(need * uint64(len(t.devices))); err != nil {
-		return fmt.Errorf("register %d bytes with each of %d devices: %w", need, len(t.devices), err)
+	if err := rdma.CheckMemlock((need + SpareBytes) * uint64(len(t.devices))); err != nil {
+		return fmt.Errorf("register %d bytes with each of %d devices, and have %d for the queues of links: %w", need, len(t.devices), SpareBytes, err)
 	}
 	for _, d := range t.devices {
 		if err := d.register(); err != nil {
@@ -277,6 +286,16 @@ func (d *device) register() (err error) {
 		if keys += len(r.Keys()); keys > maxKeys {
 			return fmt.Errorf("the memory has more than %d slices of %d bytes", maxKeys, r.SliceBytes())
 		}
+	}
+	return tellable(d.t.o.Local.Life, d.offered)
+}
+
+// tellable reports whether an answer with these regions can be sent.
+func tellable(owner id.Life, r regions) error {
+	a := answer{owner: owner, regions: r}
+	a.end.gid = netip.IPv6Unspecified()
+	if n := len(a.encode()); n > maxAnswer {
+		return fmt.Errorf("the keys of its memory make an answer of %d bytes to a peer, at most %d can be sent: use smaller arenas, or a device that registers more than %d bytes at once", n, maxAnswer, r.seals.slice)
 	}
 	return nil
 }
@@ -356,26 +375,32 @@ func (d *device) happened(e rdma.Event) {
 		}
 		switch e.Kind {
 		case rdma.DeviceFatal:
-			p.fail(fmt.Errorf("%s has failed: %s; look at the kernel's log, and start this process anew", d.dev.Name(), e.Text))
+			p.die(fmt.Errorf("%s has failed: %s; look at the kernel's log, and start this process anew", d.dev.Name(), e.Text))
 			d.t.dropServed(p)
 		case rdma.PortError:
 			p.fail(fmt.Errorf("port %d of %s is down: %s; look at its cable, its switch, or its network device", p.number, d.dev.Name(), e.Text))
-		case rdma.PortActive:
+		case rdma.PortActive, rdma.GIDChange: // an address may come after its port
 			p.returned()
-		case rdma.GIDChange:
-			if err := p.refresh(); err != nil {
-				d.t.o.Logger.Warn("the addresses of an RDMA port have changed", "device", d.dev.Name(), "port", p.number, "err", err)
-			}
 		default: // of no meaning to reads
 		}
 	}
+}
+
+// die is fail, for good.
+func (p *port) die(why error) {
+	p.fail(why)
+	p.mu.Lock()
+	p.dead, p.down = true, why
+	p.mu.Unlock()
 }
 
 // fail breaks the lanes of a port, and lets it carry no others.
 func (p *port) fail(why error) {
 	p.mu.Lock()
 	was := p.down
-	p.down = why
+	if !p.dead {
+		p.down = why
+	}
 	p.mu.Unlock()
 	if was == nil {
 		p.d.t.o.Logger.Warn("an RDMA port is not used any more", "device", p.d.dev.Name(), "port", p.number, "err", why)
@@ -383,17 +408,23 @@ func (p *port) fail(why error) {
 	p.d.t.breakLanes(func(n *lane) bool { return n.path.port == p }, why)
 }
 
-// returned lets a port carry lanes again, after a moment.
+// returned reads a port anew, and lets one that was away carry lanes again, after
+// a moment.
 func (p *port) returned() {
 	err := p.refresh()
+	log := p.d.t.o.Logger.With("device", p.d.dev.Name(), "port", p.number)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if was := p.down; was == nil {
-		return
-	}
-	if p.down = err; err == nil {
-		p.since = time.Now()
-		p.d.t.o.Logger.Info("an RDMA port is back", "device", p.d.dev.Name(), "port", p.number)
+	switch {
+	case p.dead:
+	case p.down == nil && err != nil: // what is open may go on
+		log.Warn("the addresses of an RDMA port have changed", "err", err)
+	case p.down == nil:
+	case err != nil:
+		p.down = err
+	default:
+		p.down, p.since = nil, time.Now()
+		log.Info("an RDMA port is back")
 	}
 }
 

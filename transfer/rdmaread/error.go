@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"strings"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/rdma"
@@ -39,11 +40,23 @@ func (f *LaneError) Error() string {
 
 func (f *LaneError) Unwrap() error { return f.Err }
 
+// says reports whether another error would tell nothing new.
+func (f *LaneError) says(err error) bool {
+	if c, ok := errors.AsType[*rdma.CompletionError](err); ok && c.Status.String() == f.Status {
+		return true
+	}
+	return strings.Contains(f.Error(), err.Error())
+}
+
 // lookAt is where the cause of a completion is to be looked for, by both ends
 // of a link of this transport. Package rdma says what the status means.
 func lookAt(err error) string {
 	c, ok := errors.AsType[*rdma.CompletionError](err)
-	if !ok {
+	switch {
+	case ok:
+	case errors.Is(err, rdma.ErrStalled):
+		return "packets that are lost on the way (hw_counters of both ports), the peer's port, and kvferry doctor PEER"
+	default:
 		return ""
 	}
 	switch c.Status {
@@ -70,19 +83,13 @@ func final(err error) bool {
 		return false
 	}
 	switch c.Status {
-	case rdma.StatusRemAccessErr, rdma.StatusRemInvReqErr, rdma.StatusLocProtErr, statusLocLen, statusLocQPOp, statusLocAccess:
+	case rdma.StatusRemAccessErr, rdma.StatusRemInvReqErr, rdma.StatusLocProtErr,
+		rdma.StatusLocLenErr, rdma.StatusLocQPOpErr, rdma.StatusLocAccessErr:
 		return true
 	default:
 		return false
 	}
 }
-
-// The other local errors of enum ibv_wc_status.
-const (
-	statusLocLen    rdma.Status = 1
-	statusLocQPOp   rdma.Status = 2
-	statusLocAccess rdma.Status = 8
-)
 
 // stalled turns what rdma says about time into what transfer does.
 func stalled(err error) error {

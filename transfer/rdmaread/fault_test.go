@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -282,7 +284,7 @@ func TestNothingLandsLate(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			if f.Stuck && f.NoFlush && *soak < time.Minute {
-				t.Skip("each queue pair is waited for, and then destroyed: for long runs, -soak=1m")
+				t.Skip("waiting for each queue pair, and then destroying it, is for long runs: -soak=1m")
 			}
 			m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
 			owner, reader := newPair(t, m, 1<<20, Options{Limits: transfer.Limits{Stall: 200 * time.Millisecond}})
@@ -447,6 +449,39 @@ func TestPortGoesDownAndComesBack(t *testing.T) {
 	reads(t, l, owner, reader, copies)
 }
 
+// An address that comes back after its port did lets the port carry lanes again.
+func TestAddressComesAfterThePort(t *testing.T) {
+	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
+	owner, reader := newNode(t, ownerLife, 1<<20), newNode(t, readerLife, 1<<20)
+	owner.listen(t, m, Options{Devices: []string{"d0"}})
+	reader.listen(t, m, Options{Devices: []string{"d1"}, Limits: quick(), hold: 1})
+	l := open(t, reader, owner.peer())
+	reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
+	var gids [][16]byte
+	for _, g := range reader.t.ports[0].gids {
+		gids = append(gids, g.Addr.As16())
+	}
+	if err := w.Event("d1", rdmatest.PortError); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "lanes are left", func() bool { return len(queues(l)) == 0 })
+	if err := w.SetGIDs("d1"); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Event("d1", rdmatest.PortActive); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the port has been looked at", func() bool {
+		s := reader.t.ports[0].status().State
+		return s != "active" && !strings.Contains(s, "down")
+	})
+	if err := w.SetGIDs("d1", gids...); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "lanes come back", func() bool { return len(queues(l)) > 0 })
+	reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
+}
+
 // Without any port left a read says which went, and works again when one is back.
 func TestTheOnlyPortGoesDown(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
@@ -483,10 +518,123 @@ func TestDeviceFails(t *testing.T) {
 	for range 5 {
 		reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
 	}
-	for _, p := range reader.t.Paths() {
-		if p.Device == "d0" && p.Peer == (id.Life{}) && !strings.Contains(p.State, "failed") {
-			t.Errorf("%+v", p)
+	failed := func(what string) {
+		for _, p := range reader.t.Paths() {
+			if p.Device == "d0" && p.Peer == (id.Life{}) && !strings.Contains(p.State, "d0 has failed") {
+				t.Errorf("%s: %+v", what, p)
+			}
 		}
+	}
+	failed("fatal")
+	// Whatever comes of it afterwards, it stays so.
+	port := reader.t.ports[slices.IndexFunc(reader.t.ports, func(p *port) bool { return p.d.dev.Name() == "d0" })]
+	for _, kind := range []rdma.EventKind{rdma.PortError, rdma.PortActive, rdma.GIDChange} {
+		port.d.happened(rdma.Event{Kind: kind, Text: "a port event", Element: 1})
+		failed(fmt.Sprintf("event %v", kind))
+	}
+}
+
+// A read that gets no lane says what the lanes are doing, after the stall time
+// and not after its total time.
+func TestNoLaneForTheStallTime(t *testing.T) {
+	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
+	limits := transfer.Limits{Dial: patience, Stall: 200 * time.Millisecond}
+	owner, reader := newPair(t, m, 1<<20, Options{Limits: limits, QueuePairs: 1})
+	l := open(t, reader, owner.peer())
+	m.mu.Lock()
+	m.between = func(ctx context.Context, _ []byte, _ func([]byte) ([]byte, Call, error)) ([]byte, Call, error) {
+		<-ctx.Done() // the owner answers no second hello
+		return nil, nil, ctx.Err()
+	}
+	m.mu.Unlock()
+	if err := w.FailQP(queues(l)[0].qp.Num()); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the lane is left", func() bool { return len(queues(l)) == 0 })
+	started := time.Now()
+	e := fails(t, l, owner, []transfer.Copy{{Bytes: 1000}})
+	if took := time.Since(started); took < limits.Stall || took > 10*limits.Stall {
+		t.Errorf("it took %v", took)
+	}
+	if !errors.Is(e, transfer.ErrStalled) || !strings.Contains(e.Error(), "1 connecting for") || !strings.Contains(e.Error(), "queue pair") {
+		t.Errorf("%v", e)
+	}
+}
+
+// Whoever waits for a Close that does not end finds in the log what it waits for.
+func TestCloseSaysWhatItWaitsFor(t *testing.T) {
+	m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
+	var log bytes.Buffer
+	owner, reader := newPair(t, m, 64<<10, Options{QueuePairs: 1, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	open(t, reader, owner.peer())
+	log.Reset()
+	reader.t.closing()
+	for _, text := range []string{"links=1", ownerLife.String(), "1 ready for"} {
+		if !strings.Contains(log.String(), text) {
+			t.Errorf("%s does not say %q", &log, text)
+		}
+	}
+}
+
+// Peers that answer nothing, more than a port has places, take no time from one
+// that does.
+func TestDeadPeersSlowNobody(t *testing.T) {
+	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
+	node := func(name, device string) *node {
+		n := newNode(t, id.Life{Node: id.Node(name), Incarnation: 5}, 1<<20)
+		n.listen(t, m, Options{Devices: []string{device}, Limits: transfer.Limits{Dial: patience, Stall: 5 * time.Second}})
+		return n
+	}
+	reader, well := node("reader", "d0"), node("well", "d1")
+	good := open(t, reader, well.peer())
+	const retries = 3 * time.Second
+	w.Set(rdmatest.Faults{RetryWindow: retries})
+	ctx, stop := context.WithCancel(t.Context())
+	var work sync.WaitGroup
+	defer work.Wait()
+	defer stop()
+	for i := range maxWindows + 2 {
+		owner := node(fmt.Sprintf("dead-%d", i), "d1")
+		l := open(t, reader, owner.peer())
+		seal := owner.hold(1, 1)
+		for _, q := range queues(l) {
+			if err := w.ResetQP(q.theirs); err != nil {
+				t.Fatal(err)
+			}
+		}
+		work.Go(func() {
+			_ = l.Read(ctx, []transfer.Seal{seal}, []transfer.Copy{{Bytes: 1 << 20}}) // it is dead
+		})
+	}
+	eventually(t, "the places are taken", func() bool { return len(reader.t.ports[0].windows) == maxWindows })
+	started := time.Now()
+	if err := good.Read(short(t), []transfer.Seal{well.hold(1, 1)}, []transfer.Copy{{Bytes: 4096}}); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(started); took > retries/3 {
+		t.Errorf("4 KiB of a peer that is well took %v", took)
+	}
+}
+
+// Memory in more slices than an answer can tell is refused at the beginning.
+func TestAnswerFitsIntoACall(t *testing.T) {
+	r := regions{seals: region{bytes: 8, slice: 4096, keys: []uint32{1}}}
+	sized := func(keys int) int {
+		r.arenas[0] = region{bytes: uint64(keys) * 4096, slice: 4096, keys: make([]uint32, keys)}
+		a := answer{owner: ownerLife, regions: r, end: end{gid: addr("10.77.0.1")}}
+		return len(a.encode())
+	}
+	most := 1
+	most += (maxAnswer - sized(most)) / 4
+	if n := sized(most); n > maxAnswer || n+4 <= maxAnswer {
+		t.Fatalf("an answer of %d bytes", n)
+	}
+	if err := tellable(ownerLife, r); err != nil {
+		t.Error(err)
+	}
+	sized(most + 1)
+	if err := tellable(ownerLife, r); err == nil || !strings.Contains(err.Error(), "smaller arenas") {
+		t.Errorf("one key more: %v", err)
 	}
 }
 
@@ -720,7 +868,7 @@ func TestOptionsAreChecked(t *testing.T) {
 		"queue pairs": func(o *Options) { o.QueuePairs = 65 }, "MTU": func(o *Options) { o.MTU = 1500 },
 		"GID index": func(o *Options) { o.GIDIndex = &index }, "no such device": func(o *Options) { o.Devices = []string{"d9"} },
 		"no such port": func(o *Options) { o.Devices = []string{"d0:2"} }, "no device": func(o *Options) { o.Devices = []string{"../d0"} },
-		"port 0": func(o *Options) { o.Devices = []string{"d0:0"} },
+		"port 0": func(o *Options) { o.Devices = []string{"d0:0"} }, "one port of two": func(o *Options) { o.Devices = []string{"d0:1", "d0:2"} },
 	} {
 		o := Options{Local: n.local, Call: m.call(ownerLife)}
 		change(&o)

@@ -1,6 +1,7 @@
 package rdmaread
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -9,6 +10,7 @@ import (
 	mrand "math/rand/v2"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -59,8 +61,11 @@ const (
 	laneConnecting                  // without one, and is getting one
 	laneIdle
 	laneBusy   // a read has it
-	laneBroken // its queue pair is about to be destroyed
+	laneBroken // its queue pair is being destroyed
 )
+
+// become takes a lane to a state. The mutex of the link is held.
+func (n *lane) become(s laneState) { n.state, n.since = s, time.Now() }
 
 // lane is the place of one queue pair, which is replaced when it breaks. Its own
 // goroutine connects and destroys; reads borrow what is connected.
@@ -71,7 +76,8 @@ type lane struct {
 	wake    chan struct{} // ends a rest; one is enough
 
 	// Guarded by the mutex of the link.
-	state    laneState
+	state    laneState // set by become
+	since    time.Time
 	queue    *queue    // that is connected, also while it is broken; nil: none
 	why      error     // of the last failure
 	failures int       // in a row
@@ -109,7 +115,8 @@ func (n *lane) tend() {
 	}
 }
 
-// watch waits for what ends a queue pair, and sees to it that it is broken.
+// watch waits for what ends a queue pair, and then ends a read on it. Nobody else
+// does: a device that takes its time for that keeps nobody but the lane.
 func (n *lane) watch(q *queue) {
 	select {
 	case <-q.broken:
@@ -118,6 +125,7 @@ func (n *lane) watch(q *queue) {
 	case <-n.l.ctx.Done():
 		n.l.breakQueue(n, q, context.Cause(n.l.ctx))
 	}
+	_ = q.qp.Fail() // if it can't, its read ends by the stall time, and it is destroyed
 }
 
 // pause waits before the next attempt, or until somebody wants the lane.
@@ -300,7 +308,7 @@ type grant struct {
 
 // acquire gives a read a lane, when those who wait and were served longer ago
 // have theirs. It fails if the lanes have failed, all of them, since it was
-// called.
+// called, or if none has carried anything for the stall time.
 func (l *link) acquire(ctx context.Context, p *pull) (borrowed, error) {
 	l.mu.Lock()
 	if l.ctx.Err() != nil {
@@ -320,17 +328,75 @@ func (l *link) acquire(ctx context.Context, p *pull) (borrowed, error) {
 		l.wakeLocked()
 	}
 	l.mu.Unlock()
-	select {
-	case g := <-w.given:
-		return g.borrowed, g.err
-	case <-ctx.Done():
-	}
-	if !l.withdraw(w) {
-		if g := <-w.given; g.err == nil {
-			l.giveBack(g.borrowed)
+	stall := l.t.o.Limits.Stall
+	timer := time.NewTimer(stall)
+	defer timer.Stop()
+	for {
+		select {
+		case g := <-w.given:
+			return g.borrowed, g.err
+		case <-timer.C:
+			if left := stall - l.idle(w.since); left > 0 {
+				timer.Reset(left)
+				continue
+			}
+			if l.withdraw(w) {
+				return borrowed{}, fmt.Errorf("no lane has carried anything for %v (%s): %w", stall, l.doing(), transfer.ErrStalled)
+			}
+		case <-ctx.Done():
+			if !l.withdraw(w) {
+				if g := <-w.given; g.err == nil {
+					l.giveBack(g.borrowed)
+				}
+			}
+			return borrowed{}, transfer.Reason(ctx)
 		}
 	}
-	return borrowed{}, transfer.Reason(ctx)
+}
+
+// idle is how long no lane has carried anything, at most the time since.
+func (l *link) idle(since time.Time) time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.carried.After(since) {
+		since = l.carried
+	}
+	return time.Since(since)
+}
+
+// doing tells what the lanes do, for whoever waits for them.
+func (l *link) doing() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var all []string
+	for _, s := range []struct {
+		state laneState
+		text  string
+	}{
+		{laneBroken, "destroying"}, {laneConnecting, "connecting"}, {laneResting, "resting"}, {laneBusy, "reading"}, {laneIdle, "ready"},
+	} {
+		count, oldest, why := 0, time.Now(), error(nil)
+		for _, n := range l.lanes {
+			if n.state != s.state {
+				continue
+			}
+			if count++; !n.since.After(oldest) {
+				oldest, why = n.since, n.why
+				if n.queue != nil {
+					why = cmp.Or(n.queue.why, why)
+				}
+			}
+		}
+		if count == 0 {
+			continue
+		}
+		text := fmt.Sprintf("%d %s for %v", count, s.text, time.Since(oldest).Round(time.Millisecond))
+		if why != nil {
+			text += ", because: " + why.Error()
+		}
+		all = append(all, text)
+	}
+	return strings.Join(all, "; ")
 }
 
 // withdraw reports whether a waiter left without having been given anything.
@@ -359,7 +425,7 @@ func (l *link) wakeLocked() {
 		if n.state != laneResting {
 			continue
 		}
-		n.state = laneConnecting
+		n.become(laneConnecting)
 		select {
 		case n.wake <- struct{}{}:
 		default: // it has not slept yet
@@ -395,7 +461,7 @@ func (l *link) bestLocked() (best *lane) {
 
 // lendLocked gives a read a lane that is idle.
 func (l *link) lendLocked(n *lane, p *pull) borrowed {
-	n.state = laneBusy
+	n.become(laneBusy)
 	p.served = time.Now()
 	return borrowed{n, n.queue}
 }
@@ -421,11 +487,12 @@ func (l *link) giveBack(b borrowed) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if b.queue.why != nil {
-		b.lane.state = laneBroken
+		b.lane.become(laneBroken)
 		b.queue.back <- struct{}{} // has room
 		return
 	}
-	b.lane.state = laneIdle
+	b.lane.become(laneIdle)
+	l.carried = b.lane.since
 	l.dispatchLocked()
 }
 
@@ -447,7 +514,8 @@ func (l *link) landed(n *lane, bytes int64, took time.Duration) {
 // ready lets reads have a lane.
 func (l *link) ready(n *lane, q *queue) {
 	l.mu.Lock()
-	n.queue, n.state, n.why = q, laneIdle, nil
+	n.queue, n.why = q, nil
+	n.become(laneIdle)
 	n.count++
 	l.address = n.path.address(q.from, q.to)
 	again := n.count > 1
@@ -481,7 +549,8 @@ func (l *link) unconnected(n *lane, err error) time.Duration {
 // restLocked lets a lane rest. Who waits since before the last failure of every
 // lane has waited for nothing.
 func (l *link) restLocked(n *lane, err error) {
-	n.state, n.failed, n.why = laneResting, time.Now(), err
+	n.become(laneResting)
+	n.failed, n.why = n.since, err
 	if l.upLocked() {
 		l.dispatchLocked() // of a path that rests, for want of others
 		return
@@ -494,16 +563,9 @@ func (l *link) restLocked(n *lane, err error) {
 	}
 }
 
-// breakQueue ends what uses a queue pair; nothing is posted to it any more. The
-// first reason counts.
+// breakQueue sees to it that nobody is given a queue pair any more, and that the
+// lane ends a read on it. It waits for no device. The first reason counts.
 func (l *link) breakQueue(n *lane, q *queue, why error) {
-	l.markBroken(n, q, why)
-	_ = q.qp.Fail() // if it can't, its read ends by the stall time, and it is destroyed
-}
-
-// markBroken sees to it that nobody is given a queue pair any more. The first
-// reason counts.
-func (l *link) markBroken(n *lane, q *queue, why error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if q.why == nil {
@@ -511,7 +573,7 @@ func (l *link) markBroken(n *lane, q *queue, why error) {
 		close(q.broken)
 	}
 	if n.queue == q && n.state == laneIdle {
-		n.state = laneBroken
+		n.become(laneBroken)
 	}
 }
 
@@ -561,7 +623,7 @@ func (l *link) retire(n *lane, q *queue) time.Duration {
 	n.queue, n.why = nil, q.why
 	d := backoff(firstPause, maxPause, n.failures-1)
 	if d == 0 || l.ctx.Err() != nil {
-		n.state = laneConnecting
+		n.become(laneConnecting)
 		return 0
 	}
 	l.restLocked(n, q.why)
@@ -571,7 +633,7 @@ func (l *link) retire(n *lane, q *queue) time.Duration {
 // trying says that a rest is over.
 func (l *link) trying(n *lane) {
 	l.mu.Lock()
-	n.state = laneConnecting
+	n.become(laneConnecting)
 	l.mu.Unlock()
 }
 

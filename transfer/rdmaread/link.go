@@ -33,7 +33,8 @@ type link struct {
 	gone    chan struct{}  // closed when nothing of the link is left
 
 	mu      sync.Mutex
-	address string // of the lane that was ready last
+	address string    // of the lane that was ready last
+	carried time.Time // when a lane last came back whole
 	waiting []*waiter
 	reads   sync.WaitGroup // Add under mu, and only while ctx has not ended
 	first   int            // lanes whose first attempt has ended
@@ -53,7 +54,7 @@ func (t *Transport) newLink(peer transfer.Peer, d descriptor, pairs []pairing) *
 		p.reads = max(1, min(t.o.Reads, p.port.d.dev.Limits().MaxReadsInitiated, int(d.ports[c.remote].reads)))
 		l.paths = append(l.paths, p)
 		for range t.lanesOf(p, len(pairs)) {
-			l.lanes = append(l.lanes, &lane{l: l, path: p, wake: make(chan struct{}, 1), state: laneConnecting})
+			l.lanes = append(l.lanes, &lane{l: l, path: p, wake: make(chan struct{}, 1), state: laneConnecting, since: time.Now()})
 		}
 	}
 	return l

@@ -41,8 +41,10 @@
 // A read is cut into windows, which the lanes take as they are free, each window
 // a batch of the package rdma. When every lane has returned, and so every byte
 // has landed, one lane reads the seal words anew. A lane belongs to one read for
-// a window, then to whoever has waited longest; the windows that are under way
-// on a port are bounded over all links, in the order of asking.
+// a window, then to whoever has waited longest. Of all links together so many
+// windows begin on a port, in the order of asking; one that takes long counts no
+// more after a moment, nor does one of a path that has failed, so that peers that
+// answer nothing take no turns from others.
 //
 // What goes wrong on a lane breaks its queue pair: nothing can land through it
 // any more once it has been drained or destroyed, and only then is it given up.
@@ -175,6 +177,7 @@ type Transport struct {
 	descriptor []byte
 	generation atomic.Uint64 // of the last attempt
 	opened     atomic.Uint64 // links
+	told       atomic.Int64  // when a refusal was logged last, in Unix nanoseconds
 	stats      counters
 	windows    sync.Pool     // of *window
 	admitting  chan struct{} // one a handshake that is worked on; whoever waits gets its turn in order
@@ -211,7 +214,7 @@ func listen(o Options) (*Transport, error) {
 		o: o, admitting: make(chan struct{}, maxAdmitting), ending: make(chan struct{}),
 		links: map[*link]struct{}{}, accepted: map[*served]struct{}{}, readers: map[id.Life]int{},
 	}
-	t.windows.New = func() any { return new(window) }
+	t.windows.New = newWindow
 	if err := t.openDevices(); err != nil {
 		_ = t.closeDevices() // the first error tells
 		if errors.Is(err, rdma.ErrUnavailable) {
@@ -280,8 +283,11 @@ func (t *Transport) open(ctx context.Context, peer transfer.Peer) (*link, error)
 }
 
 // Close is [transfer.Transport.Close]: links first, then what is served, then
-// the devices.
+// the devices. A device that does not destroy a queue pair is waited for, and the
+// log says so.
 func (t *Transport) Close() error {
+	slow := time.AfterFunc(slowClose, t.closing)
+	defer slow.Stop()
 	t.mu.Lock()
 	if !t.closed {
 		t.closed = true
@@ -297,6 +303,20 @@ func (t *Transport) Close() error {
 	t.serving.Wait()
 	t.shut.Do(func() { t.shutErr = t.closeDevices() })
 	return t.shutErr
+}
+
+// slowClose is how long Close takes before it says what it waits for.
+const slowClose = 5 * time.Second
+
+// closing logs what Close waits for.
+func (t *Transport) closing() {
+	t.mu.Lock()
+	links, accepted := slices.Collect(maps.Keys(t.links)), len(t.accepted)
+	t.mu.Unlock()
+	t.o.Logger.Warn("RDMA is still being closed: no memory is given up before its queue pairs are destroyed", "links", len(links), "accepted", accepted, "after", slowClose)
+	for _, l := range links {
+		t.o.Logger.Warn("an RDMA link is still being closed", "peer", l.peer.Life.String(), "lanes", l.doing())
+	}
 }
 
 func (t *Transport) forget(l *link) {

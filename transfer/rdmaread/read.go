@@ -24,6 +24,10 @@ const (
 	mostWindow   = 8 << 20
 	windowCopies = 2048
 
+	// placeTime is how long a window keeps its place on a port, which a peer that
+	// answers nothing would keep from others for all its retries.
+	placeTime = windowTime / 2
+
 	spin = 20 * time.Microsecond // before a lane's goroutine sleeps
 )
 
@@ -103,6 +107,46 @@ type part struct {
 type window struct {
 	part
 	ops []rdma.Op
+
+	place atomic.Pointer[port] // where it has one
+	timer *time.Timer          // ends that
+}
+
+func newWindow() any {
+	w := new(window)
+	w.timer = time.AfterFunc(placeTime, w.leave)
+	return w
+}
+
+// enter takes a place on the port of a path, and reports false if waiting has
+// ended before. A path that has failed and carried nothing since needs none.
+func (l *link) enter(waiting context.Context, w *window, p *path) bool {
+	l.mu.Lock()
+	failed := p.rest > 0
+	l.mu.Unlock()
+	if failed {
+		return true
+	}
+	select {
+	case p.port.windows <- struct{}{}:
+	default:
+		select {
+		case p.port.windows <- struct{}{}:
+		case <-waiting.Done():
+			return false
+		}
+	}
+	w.place.Store(p.port)
+	w.timer.Reset(placeTime)
+	return true
+}
+
+// leave gives the place back, if it has not been. The timer may end a later place
+// than that which it was set for; that is a little early, and no harm.
+func (w *window) leave() {
+	if p := w.place.Swap(nil); p != nil {
+		<-p.windows
+	}
 }
 
 func (p *pull) read(ctx context.Context, seals []transfer.Seal) (err error) {
@@ -212,20 +256,14 @@ func (p *pull) hand(ctx, waiting context.Context) {
 // there may be more to do.
 func (p *pull) turn(ctx, waiting context.Context, b borrowed, w *window) (more bool) {
 	l := p.l
-	windows := b.lane.path.port.windows
-	select {
-	case windows <- struct{}{}:
-	default:
-		select {
-		case windows <- struct{}{}:
-		case <-waiting.Done():
-			l.giveBack(b)
-			p.unserved(ctx, transfer.Reason(waiting))
-			return false
-		}
+	if !l.enter(waiting, w, b.lane.path) {
+		l.giveBack(b)
+		p.unserved(ctx, transfer.Reason(waiting))
+		return false
 	}
 	more, kept := p.move(ctx, b, w)
-	<-windows
+	w.timer.Stop()
+	w.leave()
 	if !kept {
 		l.giveBack(b)
 	}
@@ -277,14 +315,10 @@ func (p *pull) post(ctx context.Context, b borrowed, ops []rdma.Op, single bool)
 // ended its window is not given to anybody else, as it is marked before.
 func (p *pull) abort(ctx context.Context) {
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.ended = true
-	hit := slices.Clone(p.posting)
-	for _, b := range hit {
-		p.l.markBroken(b.lane, b.queue, context.Cause(ctx))
-	}
-	p.mu.Unlock()
-	for _, b := range hit {
-		_ = b.queue.qp.Fail() // if it can't, the stall time ends it
+	for _, b := range p.posting {
+		p.l.breakQueue(b.lane, b.queue, context.Cause(ctx))
 	}
 }
 
@@ -540,6 +574,8 @@ func (p *pull) reason(ctx context.Context, err error) error {
 		return context.Cause(p.l.ctx)
 	case ctx.Err() != nil:
 		return transfer.Reason(ctx)
+	case p.fault != nil && p.fault.says(err):
+		return p.fault
 	case p.fault != nil:
 		return fmt.Errorf("%w; then there was no lane left: %v", p.fault, err) //nolint:errorlint // the first cause counts
 	default:

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/rdma"
@@ -61,6 +62,7 @@ func (t *Transport) serve(ctx context.Context, reader id.Life, b []byte, answer 
 			t.stats.strangers.Add(1)
 		default:
 			t.stats.refused.Add(1)
+			t.tell(reader, err)
 		}
 		return errors.Join(err, answer(encodeRefusal(h.generation, no.why)))
 	}
@@ -82,6 +84,16 @@ func (t *Transport) serve(ctx context.Context, reader id.Life, b []byte, answer 
 	}
 }
 
+// tell logs a refusal, since its reader is told no more than its kind: one in ten
+// seconds, whoever asks.
+func (t *Transport) tell(reader id.Life, err error) {
+	now := time.Now().UnixNano()
+	last := t.told.Load()
+	if now-last >= int64(10*time.Second) && t.told.CompareAndSwap(last, now) {
+		t.o.Logger.Warn("an RDMA queue pair was refused", "reader", reader.String(), "err", err)
+	}
+}
+
 // admit waits for its turn, checks a hello, and makes its queue pair. Without an
 // error dismiss must follow.
 func (t *Transport) admit(ctx context.Context, s *served, h hello) (*rdma.QP, *answer, error) {
@@ -99,6 +111,9 @@ func (t *Transport) admit(ctx context.Context, s *served, h hello) (*rdma.QP, *a
 	}
 	qp, a, err := t.queuePair(ctx, s, h)
 	if err != nil {
+		if qp != nil { // out of its turn, which others wait for
+			t.destroy(qp, s.reader)
+		}
 		t.leave(s)
 		return nil, nil, err
 	}
@@ -140,7 +155,8 @@ func (t *Transport) dismiss(s *served, qp *rdma.QP) {
 }
 
 // queuePair makes the owner's end: ready to be read before its reader hears of it.
-func (t *Transport) queuePair(ctx context.Context, s *served, h hello) (_ *rdma.QP, _ *answer, err error) {
+// With an error there may be a queue pair, to be destroyed.
+func (t *Transport) queuePair(ctx context.Context, s *served, h hello) (*rdma.QP, *answer, error) {
 	select { // not all at once: what is read already would suffer
 	case t.admitting <- struct{}{}:
 		defer func() { <-t.admitting }()
@@ -162,21 +178,16 @@ func (t *Transport) queuePair(ctx context.Context, s *served, h hello) (_ *rdma.
 	if err != nil {
 		return nil, nil, refuse(refusedVerb, "make a queue pair: %w", err)
 	}
-	defer func() {
-		if err != nil {
-			t.destroy(qp, s.reader)
-		}
-	}()
 	reads := max(1, min(int(h.end.reads), s.port.d.dev.Limits().MaxReadsServed, maxReads))
 	ours := s.port.self(info, gid.Addr, qp, reads)
 	ours.mtu = min(ours.mtu, h.end.mtu)
 	to, err := s.port.route(gid, ours, h.end)
 	if err != nil {
-		return nil, nil, refuse(refusedPath, "%w", err)
+		return qp, nil, refuse(refusedPath, "%w", err)
 	}
 	to.Access, to.ReadsServed = rdma.RemoteRead, uint8(reads)
 	if err := qp.Connect(to); err != nil {
-		return nil, nil, refuse(refusedVerb, "connect a queue pair: %w", err)
+		return qp, nil, refuse(refusedVerb, "connect a queue pair: %w", err)
 	}
 	return qp, &answer{generation: h.generation, owner: t.o.Local.Life, end: ours, regions: s.port.d.offered}, nil
 }

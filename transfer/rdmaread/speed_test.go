@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -342,4 +345,62 @@ func BenchmarkFill(b *testing.B) {
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/count, "ns/page")
 		})
 	}
+}
+
+// BenchmarkSubmit is what a scattered page costs the processor, from Link.Read to
+// its return: cutting, posting, sleeping, waking, reaping. What the device does is
+// not in it: of the double, the threads of its engines.
+func BenchmarkSubmit(b *testing.B) {
+	const count, size = 40_000, 64 << 20
+	for _, page := range []int64{64, 4 << 10, 16 << 10, 64 << 10} {
+		b.Run(fmt.Sprintf("%d B", page), func(b *testing.B) {
+			m, _ := newMeeting(b, Options{}, rdmatest.DeviceSpec{Name: "d0"})
+			owner, reader := newPair(b, m, size, Options{})
+			l := open(b, reader, owner.peer())
+			eventually(b, "lanes", func() bool { return len(queues(l)) == len(l.lanes) })
+			seals := []transfer.Seal{owner.hold(5, 5)}
+			copies := pages(count, page, size)
+			before := ownTime(b)
+			for b.Loop() {
+				if err := l.Read(b.Context(), seals, copies); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportMetric(float64(ownTime(b)-before)/float64(b.N)/count, "cpu-ns/page")
+		})
+	}
+}
+
+// ownTime is the processor's time of this process without that of the engines.
+func ownTime(b *testing.B) time.Duration {
+	b.Helper()
+	var t unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &t); err != nil {
+		b.Fatal(err)
+	}
+	own := time.Duration(t.Nano())
+	names, err := filepath.Glob("/proc/self/task/*/comm")
+	if err != nil {
+		b.Fatal(err)
+	}
+	engines := 0
+	for _, name := range names {
+		if comm, err := os.ReadFile(name); err != nil || string(comm) != "verbs-engine\n" {
+			continue
+		}
+		times, err := os.ReadFile(filepath.Join(filepath.Dir(name), "schedstat")) // nanoseconds on a processor come first
+		if err != nil {
+			b.Fatal(err)
+		}
+		var n int64
+		if _, err := fmt.Sscan(string(times), &n); err != nil {
+			b.Fatal(err)
+		}
+		own -= time.Duration(n)
+		engines++
+	}
+	if engines == 0 {
+		b.Fatal("no engine of the double is to be seen")
+	}
+	return own
 }

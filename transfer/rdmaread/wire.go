@@ -24,7 +24,8 @@ const (
 	maxGIDs       = 4  // of a port, in the descriptor
 	maxName       = 32 // bytes of a device's name
 	maxReads      = 128
-	maxKeys       = 1 << 15 // of all regions of an answer
+	maxKeys       = 1 << 15  // of all regions of an answer
+	maxAnswer     = 64 << 10 // bytes that a Call carries
 )
 
 var (
