@@ -372,13 +372,19 @@ func (r *Route) none(broken error) error {
 	}
 	var text []string
 	for _, w := range r.ways {
-		text = append(text, w.Name()+": "+w.refused)
+		if why := w.Name() + ": " + w.refused; broken == nil || why != broken.Error() { // which says it already
+			text = append(text, why)
+		}
 	}
 	refusals := strings.Join(text, "; ")
-	if broken != nil {
+	switch {
+	case broken == nil:
+		return fmt.Errorf("%w: %s", ErrUnavailable, refusals)
+	case refusals == "":
+		return broken
+	default:
 		return fmt.Errorf("%w (%s)", broken, refusals)
 	}
-	return fmt.Errorf("%w: %s", ErrUnavailable, refusals)
 }
 
 // openBy makes one attempt, and puts its link in the place of the current one.

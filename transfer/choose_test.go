@@ -1081,3 +1081,21 @@ func ExampleRoute() {
 	// rdma false the peer does not have it
 	// tcp true
 }
+
+// What has broken is said once, also where the last attempt was by it.
+func TestWhatHasBrokenIsSaidOnce(t *testing.T) {
+	for name, ours := range map[string][]*fake{
+		"alone":       {{name: "shm", open: always(errWedged)}},
+		"with others": {{name: "rdma", open: always(errNoDevice)}, {name: "shm", open: always(errWedged)}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := route(t, transfer.RouteOptions{}, ours...)
+			for attempt := range 4 { // the later ones find nothing that works
+				_, _, err := r.Link(t.Context())
+				if !errors.Is(err, errWedged) || strings.Count(err.Error(), errWedged.Error()) != 1 {
+					t.Errorf("attempt %d: %v", attempt, err)
+				}
+			}
+		})
+	}
+}
