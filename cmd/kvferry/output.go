@@ -274,12 +274,13 @@ func orDash(s string) string {
 	return s
 }
 
-// maxReason is what a table shows of a reason, in runes: documents have all of it.
-const maxReason = 120
-
-func shorten(s string) string {
-	if r := []rune(s); len(r) > maxReason {
-		return string(r[:maxReason]) + "..."
+// wrapped breaks what people read as sentences into lines, in the columns of these
+// names.
+func (t tableWriter) wrapped(columns ...string) {
+	const width = 72
+	var configs []table.ColumnConfig
+	for _, c := range columns {
+		configs = append(configs, table.ColumnConfig{Name: c, WidthMax: width, WidthMaxEnforcer: text.WrapSoft})
 	}
-	return s
+	t.SetColumnConfigs(configs)
 }

@@ -18,10 +18,11 @@ func newPeers(t *target) *cobra.Command {
 		},
 		show: func(w io.Writer, m *kvferrypb.PeersResponse) {
 			rows := newTable(w, "node", "incarnation", "address", "state", "transport", "path", "refused", "last error", "geometry")
+			rows.wrapped("refused", "last error")
 			for _, i := range m.GetItems() {
 				refused := make([]string, 0, len(i.GetRefused()))
 				for _, r := range i.GetRefused() {
-					why := r.GetTransport() + ": " + shorten(r.GetReason())
+					why := r.GetTransport() + ": " + r.GetReason()
 					if r.GetRetryIn() != nil {
 						why += " (again in " + formatDuration(r.GetRetryIn()) + ")"
 					}
@@ -33,7 +34,7 @@ func newPeers(t *target) *cobra.Command {
 				}
 				rows.AppendRow([]any{
 					i.GetNode(), i.GetIncarnation(), i.GetAddress(), i.GetState(), orDash(i.GetTransport()), orDash(i.GetPath()),
-					orDash(strings.Join(refused, "; ")), orDash(shorten(i.GetLastError())),
+					orDash(strings.Join(refused, "; ")), orDash(i.GetLastError()),
 					geometry,
 				})
 			}
