@@ -441,7 +441,8 @@ func TestENOMEM(t *testing.T) {
 		})
 	}
 	t.Run("memory lock", func(t *testing.T) {
-		const have = size*2 + 2<<14 // two memories and the two queues
+		// Two memories, and two queues of the default depth, each entry of 64 bytes.
+		const have = 2*size + 2*(((1023+2)*64+4095)/4096*4096)
 		w.Set(rdmatest.Faults{Memlock: have + 1<<20 - 4096})
 		if err := register(); !errors.Is(err, syscall.ENOMEM) {
 			t.Errorf("register: %v", err)
