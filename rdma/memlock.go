@@ -19,10 +19,11 @@ type MemlockError struct {
 
 func (e *MemlockError) Error() string {
 	return fmt.Sprintf("memory lock limit: %d bytes are needed, %d are allowed (RLIMIT_MEMLOCK is %d, %d are locked already): %s",
-		e.Need, e.Allowed, e.Limit, e.Limit-e.Allowed, memlockAdvice)
+		e.Need, e.Allowed, e.Limit, e.Limit-e.Allowed, MemlockAdvice)
 }
 
-const memlockAdvice = "raise it for whoever starts this process (shell: ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; login: memlock in /etc/security/limits.conf), or grant it the capability IPC_LOCK"
+// MemlockAdvice is how to raise the limit.
+const MemlockAdvice = "raise it for whoever starts this process (shell: ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; login: memlock in /etc/security/limits.conf), or grant it the capability IPC_LOCK"
 
 // CheckMemlock tells whether this process may have need more bytes pinned for
 // devices. The error is a [*MemlockError]. What the kernel does not tell is

@@ -190,8 +190,6 @@ func sizeText(n uint64) string {
 	return config.Size(min(n, math.MaxInt64)).String()
 }
 
-const memlockRemedy = "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; or the capability IPC_LOCK"
-
 // memoryLock compares the limit with what rdma registers.
 func (m machine) memoryLock(c *config.Config, f fabric) Check {
 	check := Check{Name: "memory lock", State: StateOK}
@@ -207,7 +205,7 @@ func (m machine) memoryLock(c *config.Config, f fabric) Check {
 		check.Found = sizeText(allowed) + " may be locked; only rdma locks memory, and is not used here"
 		return check
 	case c == nil:
-		check.State, check.Remedy = StateWarn, memlockRemedy
+		check.State, check.Remedy = StateWarn, rdma.MemlockAdvice
 		check.Found = fmt.Sprintf("%s may be locked; rdma locks the whole arena (-c FILE says how much that is)", sizeText(allowed))
 		return check
 	}
@@ -217,7 +215,7 @@ func (m machine) memoryLock(c *config.Config, f fabric) Check {
 		check.Found += fmt.Sprintf(", for each of %d devices", f.locks)
 	}
 	if m.memlock(need) != nil {
-		check.State, check.Remedy = StateFail, memlockRemedy
+		check.State, check.Remedy = StateFail, rdma.MemlockAdvice
 	}
 	return check
 }
