@@ -88,7 +88,7 @@ func TestReplayEndsTypedWithoutRoom(t *testing.T) {
 func TestReplayRetrievesAgain(t *testing.T) {
 	for host, ready := range map[int]int{40: 12, 0: 9} {
 		o, c := hostOptions(t, lies{moved: 3}, host)
-		c.hold = 50 * time.Millisecond // of what nobody reads
+		c.hold = 2 * time.Second // of what nobody reads
 		r, err := Run(t.Context(), o)
 		if err != nil || r.Ready != ready || r.Ready+r.Failed != 12 || r.Failed > 0 && r.Failures[0].Code != kvferrypb.Failure_STALE.String() {
 			t.Errorf("%d host pages: %v, want %d ready: %+v", host, err, ready, r)

@@ -125,7 +125,7 @@ func TestReplayFinds(t *testing.T) {
 				o.Settle, c.hold = time.Millisecond, 0 // what is published does not end
 			}
 			if tt.lies.fail != 0 {
-				c.hold = 100 * time.Millisecond // of what nobody reads
+				c.hold = 500 * time.Millisecond // of what nobody reads
 			}
 			r, err := Run(t.Context(), o)
 			if err != nil {
