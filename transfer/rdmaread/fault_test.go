@@ -593,6 +593,9 @@ func TestDeadPeersSlowNobody(t *testing.T) {
 	var work sync.WaitGroup
 	defer work.Wait()
 	defer stop()
+	// Opening them all may take longer than the first read's retries: so first
+	// all of them are open, and then all of them are read.
+	var reads []func() error
 	for i := range maxWindows + 2 {
 		owner := node(fmt.Sprintf("dead-%d", i), "d1")
 		l := open(t, reader, owner.peer())
@@ -602,9 +605,12 @@ func TestDeadPeersSlowNobody(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		work.Go(func() {
-			_ = l.Read(ctx, []transfer.Seal{seal}, []transfer.Copy{{Bytes: 1 << 20}}) // it is dead
+		reads = append(reads, func() error {
+			return l.Read(ctx, []transfer.Seal{seal}, []transfer.Copy{{Bytes: 1 << 20}})
 		})
+	}
+	for _, read := range reads {
+		work.Go(func() { _ = read() }) // it is dead
 	}
 	eventually(t, "the places are taken", func() bool { return len(reader.t.ports[0].windows) == maxWindows })
 	started := time.Now()
