@@ -59,7 +59,7 @@ type Copy struct {
 // ranks, and its seal table. It is set once, before a transport starts.
 type Local struct {
 	Life   id.Life
-	Arenas map[id.Rank]*memory.Region
+	Arenas map[id.Rank]memory.Arena
 	Seals  *memory.SealTable
 }
 

@@ -100,7 +100,7 @@ func newSide(node id.Node, o setup, devices []string) (_ *side, err error) {
 }
 
 func (s *side) listen(name string, o setup, devices []string) (transfer.Transport, error) {
-	local := transfer.Local{Life: s.life, Arenas: map[id.Rank]*memory.Region{benchRank: s.arena}, Seals: s.seals}
+	local := transfer.Local{Life: s.life, Arenas: map[id.Rank]memory.Arena{benchRank: s.arena}, Seals: s.seals}
 	switch name {
 	case shm.Name:
 		return shm.Listen(shm.Options{Local: local, Dir: o.Rendezvous, Workers: o.Workers})

@@ -25,7 +25,9 @@ var table = []struct{ pkg, may string }{
 	{"internal/memory", "internal/id"},
 	{"rdma", "internal/id"},
 	{"rdma/rdmatest", "internal/id rdma"},
-	{"cuda", "internal/id"},
+	{"cuda/internal/driver", ""},
+	{"cuda/cudatest", "internal/id"},
+	{"cuda", "internal/id internal/memory cuda/internal/driver"},
 	{"internal/identity", "internal/id"},
 	{"cluster", "internal/id internal/identity"},
 	{"api/kvferrypb", "internal/id internal/page"},
@@ -49,9 +51,9 @@ var table = []struct{ pkg, may string }{
 	// 4
 	{"internal/node", "internal/id internal/identity internal/page internal/kv internal/memory internal/config rdma cuda cluster api/kvferrypb " +
 		"manager transfer api/wire transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread publish"},
-	{"api/client", "internal/id internal/page internal/memory api/kvferrypb"},
+	{"api/client", "internal/id internal/page internal/memory cuda api/kvferrypb"},
 	{"internal/localcluster", "internal/id internal/identity internal/memory internal/config configs api/client api/kvferrypb"},
-	{"internal/replay", "internal/id internal/page api/client api/kvferrypb"},
+	{"internal/replay", "internal/id internal/page internal/memory cuda api/client api/kvferrypb"},
 	{"internal/bench", "internal/id internal/page internal/kv internal/memory transfer transfer/tcp transfer/shm transfer/cudaipc transfer/rdmaread " +
 		"api/client api/kvferrypb api/wire manager cluster publish"},
 
@@ -67,20 +69,20 @@ var table = []struct{ pkg, may string }{
 // fences lists the outside packages, with all below them, that only some of
 // ours may import.
 var fences = map[string]string{
-	"C":   "rdma cuda",
+	"C":   "rdma cuda cuda/internal/driver",
 	"net": "internal/node cluster api/client internal/localcluster internal/bench transfer/tcp transfer/shm transfer/rdmaread transfer/cudaipc",
 	// Addresses as values are for everybody.
 	"net/netip": "*",
 	// Who a peer is has one rule.
 	"crypto/tls":                          "internal/identity cluster transfer/tcp internal/node",
-	"testing":                             "transfer/transfertest rdma/rdmatest",
+	"testing":                             "transfer/transfertest rdma/rdmatest cuda/cudatest",
 	"github.com/goccy/go-yaml":            "internal/config cmd/kvferry",
 	"github.com/hashicorp/memberlist":     "cluster",
 	"github.com/prometheus/client_golang": "internal/node",
 	"github.com/spf13/cobra":              "cmd/kvferry",
 	"github.com/ugorji/go/codec":          "api/wire",
 	"google.golang.org/grpc":              "api/kvferrypb api/client internal/node",
-	"gorgonia.org/cu":                     "cuda",
+	"gorgonia.org/cu":                     "cuda cuda/internal/driver",
 }
 
 // fence returns the narrowest fence around an outside package.

@@ -153,7 +153,11 @@ func (h *handover) give(c *net.UnixConn) {
 		h.node.metrics.authFailures.WithLabelValues("fd").Inc()
 		return
 	}
-	if err := memory.SendFile(c, []byte{1}, h.node.arenas[r].File()); err != nil {
+	region, ok := h.node.arenas[r].(*memory.Region)
+	if !ok {
+		return
+	}
+	if err := memory.SendFile(c, []byte{1}, region.File()); err != nil {
 		h.node.log.Warn("arena was not handed over", "rank", int(r), "err", err)
 	}
 }

@@ -85,7 +85,11 @@ func (n *Node) arenaPage() int64 {
 	for _, a := range n.arenas {
 		on := int64(os.Getpagesize())
 		var stat unix.Statfs_t
-		if err := unix.Fstatfs(int(a.File().Fd()), &stat); err == nil && uint32(stat.Type) == unix.HUGETLBFS_MAGIC {
+		region, ok := a.(*memory.Region)
+		if !ok {
+			continue
+		}
+		if err := unix.Fstatfs(int(region.File().Fd()), &stat); err == nil && uint32(stat.Type) == unix.HUGETLBFS_MAGIC {
 			on = stat.Bsize
 		}
 		bytes = min(bytes, on)

@@ -146,7 +146,7 @@ func startDisguised(t testing.TB, n *member, hello func(context.Context, *kvferr
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { i.seals.Close() })
-	data, err := tcp.Listen(tcp.Options{Local: transfer.Local{Life: i.life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: i.seals}, Bind: netip.MustParseAddrPort("127.0.0.1:0"), Identity: d.data})
+	data, err := tcp.Listen(tcp.Options{Local: transfer.Local{Life: i.life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: i.seals}, Bind: netip.MustParseAddrPort("127.0.0.1:0"), Identity: d.data})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/kvferry/kvferry/internal/kv"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
+	"github.com/kvferry/kvferry/transfer"
 )
 
 // maxKV bounds K and V of one WriteKV or ReadKV: with the rest of the message
@@ -22,7 +23,11 @@ func (n *Node) cache(r id.Rank) (kv.Cache, error) {
 	if a == nil {
 		return kv.Cache{}, fmt.Errorf("rank %d is not local, %v are: %w", r, n.ranks, id.ErrInvalid)
 	}
-	return kv.NewCache(n.geometry.Layout, a.Bytes())
+	bytes, ok := transfer.InHost(a)
+	if !ok {
+		return kv.Cache{}, fmt.Errorf("rank %d is not in host memory: %w", r, id.ErrInvalid)
+	}
+	return kv.NewCache(n.geometry.Layout, bytes)
 }
 
 // cells are the slots that one plan label writes, in one layer of one rank.

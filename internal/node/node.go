@@ -97,7 +97,7 @@ type Node struct {
 	ranks    []id.Rank
 	started  time.Time
 
-	arenas     map[id.Rank]*memory.Region
+	arenas     map[id.Rank]memory.Arena
 	tier       *tier
 	seals      *memory.SealTable
 	manager    *manager.Manager
@@ -178,7 +178,7 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 		config: c, version: o.Version, life: life, group: id.Group(c.Node.Group), started: time.Now(),
 		log:      o.Logger.With("self", life.String()),
 		geometry: c.Geometry(),
-		arenas:   make(map[id.Rank]*memory.Region),
+		arenas:   make(map[id.Rank]memory.Arena),
 		follows:  newFollows(),
 		reads:    newReads(c.Transfer.Limits),
 		kick:     make(chan struct{}, 1),

@@ -276,7 +276,7 @@ func (d *device) register() (err error) {
 	d.offered.seals = remoteOf(d.seals)
 	keys := len(d.offered.seals.keys)
 	for _, rank := range slices.Sorted(maps.Keys(d.t.o.Local.Arenas)) {
-		mem := d.t.o.Local.Arenas[rank].Bytes()
+		mem, _ := transfer.InHost(d.t.o.Local.Arenas[rank])
 		r, err := d.pin(mem, rdma.LocalWrite|rdma.RemoteRead|rdma.RelaxedOrdering)
 		if err != nil {
 			return fmt.Errorf("register the arena of rank %d: %w", int(rank), err)

@@ -143,7 +143,7 @@ func newNode(t testing.TB, life id.Life, size int64) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{local: transfer.Local{Life: life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals}}
+	n := &node{local: transfer.Local{Life: life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}}
 	t.Cleanup(func() { n.drop(t) })
 	return n
 }
@@ -160,7 +160,7 @@ func (n *node) drop(t testing.TB) {
 	}
 }
 
-func (n *node) arena() []byte { return n.local.Arenas[0].Bytes() }
+func (n *node) arena() []byte { return host(n.local.Arenas[0]) }
 
 // listen starts the node's transport; what o says comes before what the meeting
 // says.
@@ -245,4 +245,10 @@ func eventually(t testing.TB, what string, done func() bool) {
 			t.Fatalf("%s: still not after %v", what, patience)
 		}
 	}
+}
+
+// host is the memory of an arena of the host.
+func host(a memory.Arena) []byte {
+	b, _ := transfer.InHost(a)
+	return b
 }

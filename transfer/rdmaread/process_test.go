@@ -63,7 +63,7 @@ func own(s ownerSpec) error {
 	v, _ := id.SealValue(s.Life.Incarnation, 1)
 	seals.Store(3, v)
 	t, err := Listen(Options{
-		Local: transfer.Local{Life: s.Life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals}, Devices: s.Devices, Timeout: s.Timeout,
+		Local: transfer.Local{Life: s.Life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, Devices: s.Devices, Timeout: s.Timeout,
 		Call: func(context.Context, transfer.Peer, []byte) ([]byte, Call, error) {
 			return nil, nil, errors.New("an owner")
 		},

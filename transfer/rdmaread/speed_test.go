@@ -240,7 +240,7 @@ func TestOffsetsBeyondFourGiB(t *testing.T) {
 	// Both have the same memory: a read copies within it.
 	owner, reader := newNode(t, ownerLife, 4096), newNode(t, readerLife, 4096)
 	for _, n := range []*node{owner, reader} {
-		n.local.Arenas = map[id.Rank]*memory.Region{0: arena}
+		n.local.Arenas = map[id.Rank]memory.Arena{0: arena}
 	}
 	for _, n := range []*node{owner, reader} {
 		n.local.Life.Node += "-large"

@@ -268,6 +268,7 @@ func (l *link) attach(ctx context.Context, w welcome, files received) error {
 	}
 	for rank, want := range l.peer.ArenaBytes {
 		local := l.t.local.Arenas[rank]
+		ours, _ := transfer.InHost(local)
 		if local == nil {
 			continue
 		}
@@ -281,7 +282,7 @@ func (l *link) attach(ctx context.Context, w welcome, files received) error {
 		if err != nil {
 			return fmt.Errorf("rank %d: %w", int(rank), err)
 		}
-		l.arenas[rank] = stretch{mapped: region, remote: region.Bytes(), local: local.Bytes()}
+		l.arenas[rank] = stretch{mapped: region, remote: region.Bytes(), local: ours}
 	}
 	return nil
 }

@@ -60,7 +60,7 @@ func ownerServe() error {
 	pattern(arena.Bytes(), spec.Seed)
 	value, _ := id.SealValue(spec.Life.Incarnation, 1)
 	seals.Store(3, value)
-	tr, err := Listen(Options{Local: transfer.Local{Life: spec.Life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals}, Dir: spec.Dir})
+	tr, err := Listen(Options{Local: transfer.Local{Life: spec.Life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, Dir: spec.Dir})
 	if err != nil {
 		return err
 	}

@@ -265,7 +265,11 @@ func (s *server) welcome(c *served) error {
 		return err
 	}
 	for _, r := range s.offer.ranks() {
-		if err := send(c, int(r), s.t.local.Arenas[r]); err != nil {
+		region, ok := s.t.local.Arenas[r].(*memory.Region)
+		if !ok {
+			return fmt.Errorf("arena of rank %d is not in host memory", int(r))
+		}
+		if err := send(c, int(r), region); err != nil {
 			return err
 		}
 	}

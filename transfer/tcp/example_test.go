@@ -21,7 +21,7 @@ func local(life id.Life) (transfer.Local, error) {
 	if err != nil {
 		return transfer.Local{}, err
 	}
-	return transfer.Local{Life: life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals}, nil
+	return transfer.Local{Life: life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, nil
 }
 
 func read() (string, error) {
@@ -45,7 +45,7 @@ func read() (string, error) {
 	}
 	defer func() { _ = reading.Close() }()
 
-	copy(owner.Arenas[0].Bytes()[100:], "pages of a request")
+	copy(memoryOf(owner)[100:], "pages of a request")
 	value, _ := id.SealValue(owner.Life.Incarnation, 1)
 	owner.Seals.Store(3, value) // held
 
@@ -58,10 +58,15 @@ func read() (string, error) {
 	err = link.Read(context.Background(),
 		[]transfer.Seal{{Index: 3, Value: value}},
 		[]transfer.Copy{{Rank: 0, Remote: 100, Local: 0, Bytes: 18}})
-	return string(reader.Arenas[0].Bytes()[:18]), err
+	return string(memoryOf(reader)[:18]), err
 }
 
 func ExampleListen() {
 	fmt.Println(read())
 	// Output: pages of a request <nil>
+}
+
+func memoryOf(l transfer.Local) []byte {
+	b, _ := transfer.InHost(l.Arenas[0])
+	return b
 }

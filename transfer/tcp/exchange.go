@@ -106,7 +106,7 @@ func (s *scratch) grow(n int) {
 // Sending has a goroutine of its own as soon as there are several requests: an
 // owner that writes an answer reads no requests meanwhile, and two that only
 // write wait for each other.
-func (x *exchange) run(ctx context.Context, w *wire, s *scratch, arenas map[id.Rank]*memory.Region) (whole bool, err error) {
+func (x *exchange) run(ctx context.Context, w *wire, s *scratch, arenas map[id.Rank]memory.Arena) (whole bool, err error) {
 	s.more, s.have = false, false
 	copies, ok := x.next(s, <-s.spare)
 	if !ok {
@@ -207,7 +207,7 @@ func (x *exchange) ask(w *wire, s *scratch, copies []transfer.Copy) error {
 // one with it, if that was sent ahead: between two frames there is nothing else,
 // so no byte can go astray, and an answer costs one read. After an error whole
 // reports whether the wire is at the end of the answer all the same.
-func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Copy, ahead bool, arenas map[id.Rank]*memory.Region) (whole bool, err error) {
+func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Copy, ahead bool, arenas map[id.Rank]memory.Arena) (whole bool, err error) {
 	if !s.have {
 		if err := in.one(s.head[:]); err != nil {
 			return false, fmt.Errorf("receive an answer: %w", err)
@@ -251,11 +251,12 @@ func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Cop
 }
 
 // destinations adds where the copies go to v.
-func destinations(v *vector, copies []transfer.Copy, arenas map[id.Rank]*memory.Region) {
+func destinations(v *vector, copies []transfer.Copy, arenas map[id.Rank]memory.Arena) {
 	rank, arena := id.Rank(-1), []byte(nil)
 	for _, c := range copies {
 		if c.Rank != rank {
-			rank, arena = c.Rank, arenas[c.Rank].Bytes()
+			rank = c.Rank
+			arena, _ = transfer.InHost(arenas[c.Rank])
 		}
 		v.add(arena[c.Local : c.Local+c.Bytes])
 	}

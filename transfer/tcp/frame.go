@@ -293,7 +293,7 @@ func (r *request) parse(head header, body []byte) error {
 }
 
 // within reports whether every seal is a word and every copy lies in its arena.
-func (r *request) within(arenas map[id.Rank]*memory.Region) bool {
+func (r *request) within(arenas map[id.Rank]memory.Arena) bool {
 	for _, s := range r.seals {
 		if s.Index >= memory.Words {
 			return false

@@ -41,10 +41,10 @@ func newNode(t testing.TB, life id.Life, size int64) *node {
 			t.Error(err)
 		}
 	})
-	return &node{local: transfer.Local{Life: life, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals}}
+	return &node{local: transfer.Local{Life: life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}}
 }
 
-func (n *node) arena() []byte { return n.local.Arenas[0].Bytes() }
+func (n *node) arena() []byte { return host(n.local.Arenas[0]) }
 
 // listen starts the transport; o adds to what a test needs.
 func (n *node) listen(t testing.TB, o Options) *Transport {
@@ -279,4 +279,10 @@ func greetedBy(t testing.TB, owner *node, reader *identity.Identity) net.Conn {
 		t.Fatalf("welcome %+v, %v", w, err)
 	}
 	return c
+}
+
+// host is the memory of an arena of the host.
+func host(a memory.Arena) []byte {
+	b, _ := transfer.InHost(a)
+	return b
 }

@@ -308,7 +308,8 @@ func (s *server) verdict(r *request, n int64) verdict {
 }
 
 func (s *server) stretch(c transfer.Copy) []byte {
-	return s.t.local.Arenas[c.Rank].Bytes()[c.Remote : c.Remote+c.Bytes]
+	mem, _ := transfer.InHost(s.t.local.Arenas[c.Rank])
+	return mem[c.Remote : c.Remote+c.Bytes]
 }
 
 func (s *server) data(request uint64, n int64) header {

@@ -187,8 +187,8 @@ func (l *memoryLink) read(ctx context.Context, seals []transfer.Seal, copies []t
 		return 0, transfer.ErrStale
 	}
 	for _, c := range copies {
-		from := l.owner.local.Arenas[c.Rank].Bytes()[c.Remote : c.Remote+c.Bytes]
-		to := l.reader.local.Arenas[c.Rank].Bytes()[c.Local : c.Local+c.Bytes]
+		from := host(l.owner.local.Arenas[c.Rank])[c.Remote : c.Remote+c.Bytes]
+		to := host(l.reader.local.Arenas[c.Rank])[c.Local : c.Local+c.Bytes]
 		for len(to) > 0 {
 			if err := l.over(ctx); err != nil {
 				return done, err

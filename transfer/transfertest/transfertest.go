@@ -108,6 +108,12 @@ const (
 	sealSeq   = 41
 )
 
+// host is the memory of an arena of the host.
+func host(a memory.Arena) []byte {
+	b, _ := transfer.InHost(a)
+	return b
+}
+
 // side is one node: arenas, seal table, and the transport once it is started.
 type side struct {
 	local     transfer.Local
@@ -123,7 +129,7 @@ func newSide(t testing.TB, node id.Node, ranks int, size int64) *side {
 	t.Cleanup(func() { shut(t, seals.Close) })
 	s := &side{local: transfer.Local{
 		Life:   id.Life{Node: node, Incarnation: id.Incarnation(rand.Uint64() | 1)},
-		Arenas: map[id.Rank]*memory.Region{},
+		Arenas: map[id.Rank]memory.Arena{},
 		Seals:  seals,
 	}}
 	for r := range id.Rank(ranks) {
@@ -159,7 +165,7 @@ func (s *side) peer() transfer.Peer {
 	return p
 }
 
-func (s *side) arena(r id.Rank) []byte { return s.local.Arenas[r].Bytes() }
+func (s *side) arena(r id.Rank) []byte { return host(s.local.Arenas[r]) }
 
 // pair is an owner, a reader, and a link from the reader to the owner.
 type pair struct {

@@ -157,7 +157,7 @@ func TestTheSuiteFindsMutants(t *testing.T) {
 		"writes one byte too many": {finds: "one byte", read: func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
 			err := inner.Read(ctx, seals, copies)
 			for _, c := range copies {
-				if a := m.local.Arenas[c.Rank].Bytes(); c.Local+c.Bytes < int64(len(a)) {
+				if a := host(m.local.Arenas[c.Rank]); c.Local+c.Bytes < int64(len(a)) {
 					a[c.Local+c.Bytes]++
 				}
 			}

@@ -612,7 +612,7 @@ func rawRead(t *testing.T, owner localcluster.Node, hello *kvferrypb.HelloRespon
 	}
 	defer arena.Close()
 	reader, err := tcp.Listen(tcp.Options{
-		Local:    transfer.Local{Life: id.Life{Node: id.Node(as), Incarnation: 1}, Arenas: map[id.Rank]*memory.Region{0: arena}, Seals: seals},
+		Local:    transfer.Local{Life: id.Life{Node: id.Node(as), Incarnation: 1}, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals},
 		Bind:     netip.AddrPortFrom(owner.Data.Addr(), 0),
 		Identity: who,
 	})

@@ -74,7 +74,7 @@ func newSide(t *testing.T, net *transfertest.Network, name id.Node, order page.O
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { s.seals.Close() })
-	s.local = net.Listen(transfer.Local{Life: s.life, Arenas: s.arenas, Seals: s.seals})
+	s.local = net.Listen(transfer.Local{Life: s.life, Arenas: s.asArenas(), Seals: s.seals})
 	t.Cleanup(func() { s.local.Close() })
 	return s
 }
@@ -199,4 +199,13 @@ func (s *side) wantAll(tokens []token, where func(i int) place, format string, a
 	for i, k := range tokens {
 		s.want(where(i), k, func() string { return fmt.Sprintf(format, args...) + fmt.Sprintf(" token %d of %d", i, len(tokens)) })
 	}
+}
+
+// asArenas are the arenas as a transport takes them.
+func (s *side) asArenas() map[id.Rank]memory.Arena {
+	list := make(map[id.Rank]memory.Arena)
+	for r, a := range s.arenas {
+		list[r] = a
+	}
+	return list
 }

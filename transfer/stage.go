@@ -1,0 +1,205 @@
+package transfer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"unsafe"
+
+	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
+)
+
+// InHost returns the host memory of an arena; ok is false for device memory.
+func InHost(a memory.Arena) (bytes []byte, ok bool) {
+	r, ok := a.(*memory.Region)
+	if !ok {
+		return nil, false
+	}
+	return r.Bytes(), true
+}
+
+// Staged says whether one of the arenas is in device memory, so that its bytes
+// go through a [Pool].
+func Staged(arenas map[id.Rank]memory.Arena) bool {
+	for _, a := range arenas {
+		if _, ok := InHost(a); !ok {
+			return true
+		}
+	}
+	return false
+}
+
+// End is one of the two ends of a [Copy].
+type End int
+
+// At the owner the offset of a copy is Remote, at the reader it is Local.
+const (
+	Owner End = iota
+	Reader
+)
+
+// Staging is what [Gather] or [Scatter] has started. The zero value is nothing
+// that runs. It may be used again once Wait has returned.
+type Staging struct {
+	tickets  []memory.Ticket
+	segments []memory.Segment
+	err      error
+}
+
+// Wait returns when nothing of it reads or writes memory any more.
+func (s *Staging) Wait() error {
+	err := s.err
+	for _, t := range s.tickets {
+		err = errors.Join(err, t.Wait())
+	}
+	s.tickets, s.segments, s.err = s.tickets[:0], s.segments[:0], nil
+	return err
+}
+
+// Gather starts to copy what copies name at one end into buf,
+// one behind the other. The copies have been checked; buf has at least their
+// bytes. Until s.Wait has returned, buf is lent.
+func (s *Staging) Gather(buf []byte, arenas map[id.Rank]memory.Arena, end End, copies []Copy) {
+	s.start(buf, arenas, end, copies, true)
+}
+
+// Scatter is Gather the other way round.
+func (s *Staging) Scatter(arenas map[id.Rank]memory.Arena, end End, copies []Copy, buf []byte) {
+	s.start(buf, arenas, end, copies, false)
+}
+
+// start starts one copy for each run of copies of one rank.
+func (s *Staging) start(buf []byte, arenas map[id.Rank]memory.Arena, end End, copies []Copy, gather bool) {
+	// Tickets hold on to their segments, so that the list must not move.
+	if cap(s.segments)-len(s.segments) < len(copies) {
+		s.segments = make([]memory.Segment, 0, len(copies))
+	}
+	at := int64(0)
+	for i := 0; i < len(copies); {
+		rank, first := copies[i].Rank, len(s.segments)
+		for ; i < len(copies) && copies[i].Rank == rank; i++ {
+			c := &copies[i]
+			offset := c.Remote
+			if end == Reader {
+				offset = c.Local
+			}
+			s.segments = append(s.segments, memory.Segment{Arena: offset, Other: at, Bytes: c.Bytes})
+			at += c.Bytes
+		}
+		s.one(buf, arenas[rank], s.segments[first:], gather)
+	}
+}
+
+func (s *Staging) one(buf []byte, arena memory.Arena, segments []memory.Segment, gather bool) {
+	if host, ok := InHost(arena); ok {
+		for _, g := range segments {
+			if gather {
+				copy(buf[g.Other:][:g.Bytes], host[g.Arena:][:g.Bytes])
+			} else {
+				copy(host[g.Arena:][:g.Bytes], buf[g.Other:][:g.Bytes])
+			}
+		}
+		return
+	}
+	stager, ok := arena.(memory.Stager)
+	switch {
+	case !ok:
+		s.err = errors.Join(s.err, fmt.Errorf("an arena of kind %T can't be copied", arena))
+	case gather:
+		s.tickets = append(s.tickets, stager.ReadInto(buf, segments))
+	default:
+		s.tickets = append(s.tickets, stager.WriteFrom(buf, segments))
+	}
+}
+
+// Pool is host memory that the devices of some arenas have pinned, in buffers
+// of one size, through which bytes of device memory go. It is safe for
+// concurrent use.
+type Pool struct {
+	region *memory.Region
+	size   int
+	free   chan []byte
+	count  int
+	unpin  []func() error
+}
+
+// NewPool makes a pool of count buffers of size bytes. Devices that cannot pin
+// it copy slowly; refused is the reason of the first such, nil if there is none.
+func NewPool(name string, arenas map[id.Rank]memory.Arena, size, count int) (p *Pool, refused, err error) {
+	region, err := memory.New(name, int64(size)*int64(count))
+	if err != nil {
+		return nil, nil, fmt.Errorf("make a pool for staging: %w", err)
+	}
+	p = &Pool{region: region, size: size, free: make(chan []byte, count), count: count}
+	for i := range count {
+		at := i * size
+		p.free <- region.Bytes()[at : at+size : at+size]
+	}
+	for _, a := range arenas {
+		stager, ok := a.(memory.Stager)
+		if !ok {
+			continue
+		}
+		unpin, err := stager.Pin(region.Bytes())
+		if err != nil {
+			refused = errors.Join(refused, err)
+			continue
+		}
+		p.unpin = append(p.unpin, unpin)
+	}
+	return p, refused, nil
+}
+
+// Size is that of each buffer, in bytes.
+func (p *Pool) Size() int { return p.size }
+
+// Region is the memory of the buffers; it stays the pool's.
+func (p *Pool) Region() *memory.Region { return p.region }
+
+// Offset is where a buffer begins in the region.
+func (p *Pool) Offset(buf []byte) int64 {
+	first := unsafe.Pointer(unsafe.SliceData(p.region.Bytes()))
+	return int64(uintptr(unsafe.Pointer(unsafe.SliceData(buf))) - uintptr(first))
+}
+
+// Get takes a buffer, and waits for one as long as ctx. Who holds one already
+// must not wait for another: two who do wait for each other. TryGet is for that.
+func (p *Pool) Get(ctx context.Context) ([]byte, error) {
+	select {
+	case b := <-p.free:
+		return b, nil
+	default:
+	}
+	select {
+	case b := <-p.free:
+		return b, nil
+	case <-ctx.Done():
+		return nil, Reason(ctx)
+	}
+}
+
+// TryGet takes a buffer if one is free.
+func (p *Pool) TryGet() ([]byte, bool) {
+	select {
+	case b := <-p.free:
+		return b, true
+	default:
+		return nil, false
+	}
+}
+
+// Put gives a buffer back that nothing reads or writes any more.
+func (p *Pool) Put(b []byte) { p.free <- b[:p.size] }
+
+// Close frees the memory. All buffers must have been given back.
+func (p *Pool) Close() error {
+	if lent := p.count - len(p.free); lent > 0 {
+		return fmt.Errorf("close a pool for staging: %d of %d buffers are in use", lent, p.count)
+	}
+	var errs []error
+	for _, unpin := range p.unpin {
+		errs = append(errs, unpin())
+	}
+	return errors.Join(append(errs, p.region.Close())...)
+}
