@@ -1,150 +1,144 @@
-// Package cuda says what this machine has for KV in the memory of a GPU: the
-// driver, its library, and the devices.
+// Package cuda holds KV in the memory of GPUs: arenas that are allocated here,
+// or taken from another process of the host, and the copies from, to, and
+// within them.
 //
-// It knows no page and no transport. It is to hold the calls into the driver
-// as well; until then kvferry keeps KV in host memory, and this package only
-// looks, at what the kernel shows and where the loader would. It needs no cgo
-// and no hardware: what is missing is a reason, never a failure.
+// A [Runtime] is the driver, opened; the library is found when the program runs,
+// so that one binary is for every machine. It works in the primary context of a
+// device, which it retains and never destroys. Devices are named by UUID, since
+// ordinals differ between processes.
+//
+// Every device has a lane for each direction: a stream, one goroutine that
+// starts copies, and one that sees them end. Who wants a copy hands it to the
+// lane and gets a ticket. The lane takes all that waits, makes one stretch of
+// neighbours, and starts them by one call into C; small pieces go to the device
+// as one stretch, and a kernel puts them where they belong. Host memory that is
+// not pinned goes through two pinned buffers of the lane, so that nothing of
+// Go's heap is known to the driver.
+//
+// Offsets are checked before an address is made of them. A device whose context
+// has broken is dead: what runs fails with [ErrDead] and the driver's words, and
+// so does all that comes later, until the process is another.
+//
+// The package knows no page and no transport. Without the build tag cuda, or
+// without cgo, [Open] says so, and [Probe] looks at the machine all the same.
 package cuda
 
 import (
-	"bytes"
+	"encoding/hex"
 	"errors"
 	"fmt"
-	"io/fs"
-	"path"
-	"slices"
+	"log/slog"
 	"strings"
+
+	"github.com/kvferry/kvferry/cuda/internal/driver"
 )
 
-// ErrUnavailable is wrapped when this machine cannot do CUDA; the text says
-// what is missing.
+// ErrUnavailable is wrapped when this machine, or this binary, cannot do CUDA;
+// the text says what is missing.
 var ErrUnavailable = errors.New("CUDA is not available")
 
-// Device is one GPU that the driver shows to this process.
-type Device struct {
-	Name  string // such as "NVIDIA H200"; "" where the driver does not say
-	Bus   string // such as "0000:3b:00.0"; "" where the driver does not say
-	Minor int    // N of /dev/nvidiaN
+// ErrDead is wrapped by every call on a device whose context is broken: an
+// error that sticks. Only a new process gets the device again.
+var ErrDead = errors.New("device is dead")
+
+// ErrNotShareable is wrapped where memory cannot be told to another process.
+var ErrNotShareable = errors.New("device memory cannot be shared")
+
+// ErrNoMemory is wrapped where a device has not enough memory left.
+var ErrNoMemory = errors.New("not enough device memory")
+
+// ErrClosed is wrapped by what is asked of an arena, or of a runtime, that has
+// been closed.
+var ErrClosed = errors.New("closed")
+
+// Error is what the driver answered, in its own words.
+type Error = driver.Error
+
+// UUID names a device, the same in every process; ordinals are not.
+type UUID [16]byte
+
+// String is such as "GPU-5a1b2c3d-0000-1111-2222-333344445555".
+func (u UUID) String() string {
+	h := hex.EncodeToString(u[:])
+	return "GPU-" + h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
 }
 
-// Machine is what there is.
-type Machine struct {
-	Driver  string // version of the kernel's driver, such as "580.159.04"; "" for none
-	Devices []Device
+// ParseUUID reads what String writes, in either case.
+func ParseUUID(text string) (UUID, error) {
+	var u UUID
+	const prefix = "GPU-"
+	if len(text) != len(u.String()) || !strings.EqualFold(text[:len(prefix)], prefix) {
+		return UUID{}, fmt.Errorf("%.60q is not the UUID of a device, such as %s", text, u)
+	}
+	digits := strings.ReplaceAll(text[len(prefix):], "-", "")
+	if b, err := hex.DecodeString(digits); err != nil || copy(u[:], b) != len(u) || !strings.EqualFold(u.String(), text) {
+		return UUID{}, fmt.Errorf("%.60q is not the UUID of a device, such as %s", text, UUID{})
+	}
+	return u, nil
 }
 
+// GPU is a device as the driver shows it to this process.
+type GPU struct {
+	Ordinal  int
+	UUID     UUID
+	Name     string
+	Bus      string // "0000:3b:00.0"
+	Bytes    int64  // of its memory
+	NUMANode int    // -1: unknown
+}
+
+// Options set up a Runtime. A zero field means its default.
+type Options struct {
+	Library string       // path of libcuda.so.1; "": where the loader, containers, and WSL have it
+	Logger  *slog.Logger // default: silence
+	// Scatter is up to how many bytes a piece on its way from host to device is
+	// small: many small ones go as one stretch and a kernel. 0: measured when a
+	// device is first used; negative: never.
+	Scatter int64
+	// PinChunk is how many bytes of host memory are pinned by one call, in whole
+	// pages of 2 MiB. Default 1 GiB, which takes a tenth of a second: a driver
+	// holds locks for so long that all of its users on the machine want.
+	PinChunk int64
+}
+
+// Capabilities are what was found of a device.
+type Capabilities struct {
+	Driver       int   // such as 12090
+	Batch        bool  // many copies in one call
+	DMABuf       bool  // memory can be told as a dma-buf
+	PeerMem      bool  // the kernel's nvidia_peermem
+	OwnerOrdered bool  // what cards write needs no flush for the device's owner
+	Scatter      int64 // pieces of fewer bytes go by the kernel; 0: none
+}
+
+// Stats count since Open.
+type Stats struct {
+	Copies   [3]Copies // by [Direction]
+	Kernels  uint64    // launches of the scatter kernel
+	Imported int       // arenas of others, open now
+	Arenas   int       // of our own, open now
+	Pinned   int64     // bytes of host memory
+	Pinning  int64     // bytes of host memory that are still to be pinned
+}
+
+// Direction of a copy.
+type Direction int
+
+// The directions.
 const (
-	library = "libcuda.so.1"
-	proc    = "proc/driver/nvidia"
+	HostToDevice Direction = iota
+	DeviceToHost
+	DeviceToDevice
 )
 
-// Probe looks at the machine whose root directory is given. libraryPath is
-// LD_LIBRARY_PATH. The error wraps [ErrUnavailable] if there is no driver, no
-// device, or no library; what there is is returned all the same.
-func Probe(root fs.FS, libraryPath string) (Machine, error) {
-	m := Machine{Driver: driver(root)}
-	var err error
-	if m.Devices, err = devices(root); err != nil {
-		return m, fmt.Errorf("list CUDA devices: %w", err)
-	}
-	switch {
-	case m.Driver == "" && len(m.Devices) == 0:
-		return m, fmt.Errorf("%w: no driver: there is no /%s/version", ErrUnavailable, proc)
-	case len(m.Devices) == 0:
-		return m, fmt.Errorf("%w: driver %s shows no device (in a container: start it with a GPU, such as --gpus all)", ErrUnavailable, m.Driver)
-	case !loadable(root, libraryPath):
-		return m, fmt.Errorf("%w: the loader knows no %s (in a container: let it have the driver's libraries, NVIDIA_DRIVER_CAPABILITIES=compute)", ErrUnavailable, library)
-	}
-	return m, nil
+func (d Direction) String() string {
+	return [...]string{"host to device", "device to host", "device to device"}[d]
 }
 
-// driver reads the version out of a line such as
-// "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue ...".
-func driver(root fs.FS) string {
-	b, err := fs.ReadFile(root, path.Join(proc, "version"))
-	if err != nil {
-		return ""
-	}
-	line, _, _ := strings.Cut(string(b), "\n")
-	for word := range strings.FieldsSeq(line) {
-		if strings.Contains(word, ".") && strings.Trim(word, "0123456789.") == "" {
-			return word
-		}
-	}
-	return "of unknown version"
-}
-
-// devices lists the device nodes of this process, with what the driver tells
-// of them: a container sees all GPUs in /proc and only its own in /dev.
-func devices(root fs.FS) ([]Device, error) {
-	nodes, err := fs.Glob(root, "dev/nvidia[0-9]*")
-	if err != nil {
-		return nil, err
-	}
-	known := make(map[int]Device)
-	files, err := fs.Glob(root, proc+"/gpus/*/information")
-	if err != nil {
-		return nil, err
-	}
-	for _, f := range files {
-		if b, err := fs.ReadFile(root, f); err == nil {
-			if d := information(b); d.Minor >= 0 {
-				known[d.Minor] = d
-			}
-		}
-	}
-	var list []Device
-	for _, node := range nodes {
-		var minor int
-		if n, err := fmt.Sscanf(path.Base(node), "nvidia%d", &minor); n != 1 || err != nil {
-			continue
-		}
-		d, ok := known[minor]
-		if !ok {
-			d = Device{Minor: minor}
-		}
-		list = append(list, d)
-	}
-	slices.SortFunc(list, func(a, b Device) int { return a.Minor - b.Minor })
-	return list, nil
-}
-
-// information reads the lines "Model:", "Bus Location:", and "Device Minor:".
-func information(b []byte) Device {
-	d := Device{Minor: -1}
-	for line := range bytes.Lines(b) {
-		key, value, _ := strings.Cut(string(line), ":")
-		value = strings.TrimSpace(value)
-		switch strings.TrimSpace(key) {
-		case "Model":
-			d.Name = value
-		case "Bus Location":
-			d.Bus = value
-		case "Device Minor":
-			if n, err := fmt.Sscan(value, &d.Minor); n != 1 || err != nil {
-				d.Minor = -1
-			}
-		}
-	}
-	return d
-}
-
-// loadable tells whether the loader would find the library: by its path, its
-// cache, or in the folders that it always looks into.
-func loadable(root fs.FS, libraryPath string) bool {
-	for dir := range strings.SplitSeq(libraryPath, ":") {
-		if _, err := fs.Stat(root, path.Join(strings.TrimPrefix(dir, "/"), library)); dir != "" && err == nil {
-			return true
-		}
-	}
-	if cache, err := fs.ReadFile(root, "etc/ld.so.cache"); err == nil && bytes.Contains(cache, []byte("/"+library+"\x00")) {
-		return true
-	}
-	for _, dir := range []string{"lib", "lib64", "usr/lib", "usr/lib64", "lib/*-linux-gnu", "usr/lib/*-linux-gnu"} {
-		if found, err := fs.Glob(root, path.Join(dir, library)); err == nil && len(found) > 0 {
-			return true
-		}
-	}
-	return false
+// Copies of one direction.
+type Copies struct {
+	Calls    uint64 // of the driver that start copies
+	Segments uint64 // asked for
+	Bytes    uint64
+	Slow     uint64 // bytes of them whose host memory was not pinned
 }

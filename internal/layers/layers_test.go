@@ -26,8 +26,9 @@ var table = []struct{ pkg, may string }{
 	{"rdma", "internal/id"},
 	{"rdma/rdmatest", "internal/id rdma"},
 	{"cuda/internal/driver", ""},
-	{"cuda/cudatest", "internal/id"},
-	{"cuda", "internal/id internal/memory cuda/internal/driver"},
+	{"cuda/internal/ptx", ""},
+	{"cuda/cudatest", "cuda/internal/driver"},
+	{"cuda", "internal/memory cuda/internal/driver cuda/internal/ptx"},
 	{"internal/identity", "internal/id"},
 	{"cluster", "internal/id internal/identity"},
 	{"api/kvferrypb", "internal/id internal/page"},
@@ -43,8 +44,9 @@ var table = []struct{ pkg, may string }{
 	// 3
 	{"transfer/transfertest", "internal/id internal/memory transfer"},
 	{"transfer/tcp", "internal/id internal/identity internal/memory transfer"},
-	{"transfer/shm", "internal/id internal/memory transfer"},
-	{"transfer/cudaipc", "internal/id internal/memory cuda transfer"},
+	{"transfer/rendezvous", "internal/id internal/memory transfer"},
+	{"transfer/shm", "internal/id internal/memory transfer transfer/rendezvous"},
+	{"transfer/cudaipc", "internal/id internal/memory cuda transfer transfer/rendezvous"},
 	{"transfer/rdmaread", "internal/id internal/memory rdma transfer"},
 	{"publish", "internal/id internal/page api/wire manager"},
 
@@ -70,7 +72,7 @@ var table = []struct{ pkg, may string }{
 // ours may import.
 var fences = map[string]string{
 	"C":   "rdma cuda cuda/internal/driver",
-	"net": "internal/node cluster api/client internal/localcluster internal/bench transfer/tcp transfer/shm transfer/rdmaread transfer/cudaipc",
+	"net": "internal/node cluster api/client internal/localcluster internal/bench transfer/tcp transfer/rendezvous",
 	// Addresses as values are for everybody.
 	"net/netip": "*",
 	// Who a peer is has one rule.

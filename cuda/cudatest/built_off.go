@@ -1,0 +1,5 @@
+//go:build !(linux && cgo && cuda && (amd64 || arm64))
+
+package cudatest
+
+const builtIn = false

@@ -1,0 +1,291 @@
+package cuda_test
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kvferry/kvferry/cuda"
+	"github.com/kvferry/kvferry/cuda/cudatest"
+	"github.com/kvferry/kvferry/internal/memory"
+)
+
+// everything does once what a runtime can. Its error is the first.
+func everything(w *cudatest.World, host []byte) (err error) {
+	r, err := cuda.Open(cuda.Options{Library: w.Library(), Scatter: 8 << 10, PinChunk: 2 << 20})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	u := r.GPUs()[0].UUID
+	a, err := r.Alloc(u, 1<<20)
+	if err != nil {
+		return err
+	}
+	chunks, err := r.AllocChunks(u, 6<<20, 2<<20)
+	if err != nil {
+		return err
+	}
+	unpin, err := a.Pin(host[:1<<20])
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, unpin()) }()
+	for i, b := range [][]byte{host[:1<<20], bytes.Clone(host[:1<<20])} {
+		fill(b, uint64(i))
+		list := make([]memory.Segment, 64)
+		for i := range list {
+			list[i] = memory.Segment{Arena: int64(63-i) * 16384, Other: int64(i) * 4096, Bytes: 4096}
+		}
+		got := make([]byte, len(b))
+		for _, step := range []func() memory.Ticket{
+			func() memory.Ticket { return a.WriteFrom(b, list) },
+			func() memory.Ticket { return r.Pull(chunks, a, list) },
+			func() memory.Ticket { return chunks.Move([]memory.Segment{{Arena: 4 << 20, Bytes: 1 << 20}}) },
+			func() memory.Ticket { return a.ReadInto(got, list) },
+		} {
+			if err := step().Wait(); err != nil {
+				return err
+			}
+		}
+		if !bytes.Equal(got[:64*4096], b[:64*4096]) {
+			return fmt.Errorf("round %d: %w", i, errWrongBytes)
+		}
+	}
+	for _, x := range []*cuda.Arena{a, chunks} {
+		h, files, err := x.Export()
+		if err != nil {
+			return err
+		}
+		in, err := r.Import(h, files)
+		if err != nil {
+			return err
+		}
+		f, _, err := in.DMABuf(0, 65536)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(f.Close(), in.Flush(), in.Close()); err != nil {
+			return err
+		}
+	}
+	part, err := r.Wrap(u, chunks.Address()+2<<20, 4<<20)
+	if err != nil {
+		return err
+	}
+	return errors.Join(part.Close(), chunks.Close(), a.Close())
+}
+
+var errWrongBytes = errors.New("wrong bytes, and nobody says so")
+
+// Whatever call of the driver fails, and however: nothing hangs, no byte is
+// wrong, the error is the driver's, and nothing is left.
+func TestEveryCallFails(t *testing.T) {
+	if !alone(t) {
+		return
+	}
+	w := cudatest.Use(t, cudatest.Options{Unordered: true})
+	host := mapped(t, 64<<20)
+	if err := everything(w, host); err != nil {
+		t.Fatal(err)
+	}
+	made := mine(w).Calls
+	if len(made) < 40 {
+		t.Errorf("only %d kinds of calls were made: %v", len(made), made)
+	}
+	type fault struct{ code, first int }
+	faults := []fault{{1, 1}, {cudatest.NotSupported, 2}, {cudatest.IllegalAddress, 1}}
+	if *soak > 0 {
+		for _, code := range []int{1, cudatest.OutOfMemory, cudatest.NotSupported, cudatest.IllegalAddress, cudatest.ECCUncorrectable, cudatest.Unknown} {
+			for _, first := range []int{1, 2, 3, 5, 9} {
+				faults = append(faults, fault{code, first})
+			}
+		}
+	}
+	for call := range made {
+		for _, f := range faults {
+			files, before := openFiles(t), mine(w)
+			w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: call, Code: f.code, First: f.first, Count: 1}}})
+			err := everything(w, host)
+			w.Clear()
+			what := fmt.Sprintf("%s, call %d answers %d", call, f.first, f.code)
+			e, ok := errors.AsType[*cuda.Error](err)
+			sticky := f.code >= 200 && f.code < 801 || f.code == cudatest.Unknown
+			switch {
+			case errors.Is(err, errWrongBytes):
+				t.Errorf("%s: %v", what, err)
+			case err != nil && !ok && !errors.Is(err, cuda.ErrUnavailable) && !errors.Is(err, cuda.ErrNotShareable) && !errors.Is(err, memory.ErrNoDMABuf):
+				t.Errorf("%s: %v", what, err)
+			case ok && e.Code != f.code:
+				t.Errorf("%s: the error is of another: %v", what, err)
+			case errors.Is(err, cuda.ErrDead) && !sticky:
+				t.Errorf("%s: the device is taken for dead: %v", what, err)
+			}
+			now := mine(w)
+			if gives(call) {
+				// What could not be given back is left, for this process.
+				if now.Registrations > before.Registrations {
+					host = host[1<<20:]
+				}
+				continue
+			}
+			if now.Live() > before.Live() || openFiles(t) > files {
+				t.Errorf("%s: before %+v and %d files, now %+v and %d (%v)", what, before, files, now, openFiles(t), err)
+			}
+		}
+	}
+}
+
+// gives says whether a call gives something back, which is left if it fails.
+func gives(call string) bool {
+	return slices.ContainsFunc([]string{"Free", "Destroy", "Unregister", "Close", "Release", "Unmap", "Unload"}, func(s string) bool { return strings.Contains(call, s) })
+}
+
+var soak = flag.Duration("soak", 0, "how long random tests go on; more than 0: all faults")
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	list, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for _, f := range list {
+		if to, err := os.Readlink(filepath.Join("/proc/self/fd", f.Name())); err == nil && !strings.Contains(to, "anon_inode") {
+			n++
+		}
+	}
+	return n
+}
+
+// A device that breaks fails what runs and what comes, in the driver's words,
+// and is let go without a hang.
+func TestDeadDevice(t *testing.T) {
+	if !alone(t) {
+		return
+	}
+	w := world(t)
+	r, err := cuda.Open(cuda.Options{Library: w.Library(), Scatter: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, b := alloc(t, r, 1<<20), alloc(t, r, 1<<20)
+	host := pinned(t, a, 1<<20)
+	w.Set(cudatest.Faults{Hold: true})
+	tickets := []memory.Ticket{a.WriteFrom(host, whole(4096)), a.Move([]memory.Segment{{Arena: 8192, Bytes: 10}}), b.ReadInto(make([]byte, 10), whole(10))}
+	w.Set(cudatest.Faults{Poison: cudatest.IllegalAddress})
+	tickets = append(tickets, a.ReadInto(host, whole(1<<20)))
+	failed := 0
+	for _, ticket := range tickets {
+		if err := ticket.Wait(); err != nil {
+			failed++
+			if e, ok := errors.AsType[*cuda.Error](err); !ok || e.Code != cudatest.IllegalAddress || !errors.Is(err, cuda.ErrDead) || !strings.Contains(err.Error(), "CUDA_ERROR_ILLEGAL_ADDRESS") {
+				t.Errorf("%v", err)
+			}
+		}
+	}
+	if failed == 0 {
+		t.Error("nothing has failed")
+	}
+	<-r.Dead()
+	if err := r.Reason(); !errors.Is(err, cuda.ErrDead) {
+		t.Errorf("reason: %v", err)
+	}
+	_, err = r.Alloc(a.GPU().UUID, 1)
+	_, _, exportErr := a.Export()
+	_, pinErr := a.Pin(mapped(t, 4096))
+	for what, err := range map[string]error{
+		"alloc": err, "export": exportErr, "pin": pinErr,
+		"write": a.WriteFrom(host, whole(10)).Wait(), "read": b.ReadInto(host, whole(10)).Wait(), "pull": r.Pull(a, b, whole(10)).Wait(),
+	} {
+		if !errors.Is(err, cuda.ErrDead) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for _, x := range []*cuda.Arena{a, b} {
+		if err := x.Close(); err != nil {
+			t.Errorf("close: %v", err)
+		}
+	}
+	if err := r.Close(); err != nil {
+		t.Errorf("close: %v", err)
+	}
+}
+
+func TestNoMemory(t *testing.T) {
+	r, _ := open(t, cuda.Options{})
+	g := r.GPUs()[0]
+	for name, alloc := range map[string]func() (*cuda.Arena, error){
+		"one":    func() (*cuda.Arena, error) { return r.Alloc(g.UUID, g.Bytes+1) },
+		"chunks": func() (*cuda.Arena, error) { return r.AllocChunks(g.UUID, g.Bytes+1, 64<<20) },
+	} {
+		if _, err := alloc(); !errors.Is(err, cuda.ErrNoMemory) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for _, n := range []int64{0, -1, 1<<63 - 1} {
+		if _, err := r.Alloc(g.UUID, n); err == nil {
+			t.Errorf("%d bytes were allocated", n)
+		}
+	}
+	if r.Reason() != nil {
+		t.Error(r.Reason())
+	}
+}
+
+func TestNoDevice(t *testing.T) {
+	if !alone(t) {
+		return
+	}
+	for _, library := range []string{filepath.Join(t.TempDir(), "libcuda.so.1"), "/dev/null", ""} {
+		_, err := cuda.Open(cuda.Options{Library: library})
+		if !errors.Is(err, cuda.ErrUnavailable) || !strings.Contains(err.Error(), "library") || len(err.Error()) < 60 {
+			t.Errorf("%q: %v", library, err)
+		}
+	}
+	w := cudatest.Use(t, cudatest.Options{Devices: -1})
+	_, err := cuda.Open(cuda.Options{Library: w.Library()})
+	if e, ok := errors.AsType[*cuda.Error](err); !ok || !errors.Is(err, cuda.ErrUnavailable) || e.Call != "cuInit" || e.Name != "CUDA_ERROR_NO_DEVICE" {
+		t.Errorf("%v", err)
+	}
+	if _, err := cuda.Open(cuda.Options{Library: "/another"}); !errors.Is(err, cuda.ErrUnavailable) || !strings.Contains(err.Error(), w.Library()) {
+		t.Errorf("another library: %v", err)
+	}
+}
+
+func TestNoDMABuf(t *testing.T) {
+	if !alone(t, "KVFERRY_CUDA_VARIANT=no-dmabuf") {
+		return
+	}
+	r, _ := open(t, cuda.Options{})
+	a := alloc(t, r, 1<<20)
+	if c, err := r.Capabilities(a.GPU().UUID); err != nil || c.DMABuf {
+		t.Errorf("%+v, %v", c, err)
+	}
+	if _, _, err := a.DMABuf(0, 4096); !errors.Is(err, memory.ErrNoDMABuf) {
+		t.Errorf("%v", err)
+	}
+}
+
+func TestFlushWhereTheDeviceWantsIt(t *testing.T) {
+	if !alone(t, "KVFERRY_CUDA_VARIANT=unordered") {
+		return
+	}
+	r, w := open(t, cuda.Options{})
+	a := alloc(t, r, 1<<20)
+	if c, err := r.Capabilities(a.GPU().UUID); err != nil || c.OwnerOrdered {
+		t.Errorf("%+v, %v", c, err)
+	}
+	if err := a.Flush(); err != nil {
+		t.Error(err)
+	}
+	if n := mine(w).Calls["cuFlushGPUDirectRDMAWrites"]; n != 1 {
+		t.Errorf("%d flushes", n)
+	}
+}
