@@ -39,27 +39,35 @@ const (
 	Reader
 )
 
-// Staging is what [Gather] or [Scatter] has started. The zero value is nothing
-// that runs. It may be used again once Wait has returned.
+// Staging is what Gather or Scatter has started: copies between device memory
+// and one dense buffer. The zero value is nothing that runs. It is used again and
+// again, and then costs no allocation of its own; by one goroutine at a time.
 type Staging struct {
 	tickets  []memory.Ticket
 	segments []memory.Segment
 	err      error
 }
 
-// Wait returns when nothing of it reads or writes memory any more.
+// Wait returns when nothing of it reads or writes memory any more: nil if all of
+// it was copied.
 func (s *Staging) Wait() error {
 	err := s.err
 	for _, t := range s.tickets {
-		err = errors.Join(err, t.Wait())
+		if e := t.Wait(); e != nil {
+			err = errors.Join(err, e)
+		}
 	}
+	clear(s.tickets)
 	s.tickets, s.segments, s.err = s.tickets[:0], s.segments[:0], nil
 	return err
 }
 
-// Gather starts to copy what copies name at one end into buf,
-// one behind the other. The copies have been checked; buf has at least their
-// bytes. Until s.Wait has returned, buf is lent.
+// Gather starts to copy what copies name at one end into buf, one behind the
+// other. The copies have been checked; buf has at least their bytes. Until Wait
+// has returned, buf is lent.
+//
+// Each rank costs its device one call, however the copies are mixed. Host memory
+// has been copied when Gather returns.
 func (s *Staging) Gather(buf []byte, arenas map[id.Rank]memory.Arena, end End, copies []Copy) {
 	s.start(buf, arenas, end, copies, true)
 }
@@ -69,26 +77,37 @@ func (s *Staging) Scatter(arenas map[id.Rank]memory.Arena, end End, copies []Cop
 	s.start(buf, arenas, end, copies, false)
 }
 
-// start starts one copy for each run of copies of one rank.
+// start starts the copies of one rank after the other, from the least up.
 func (s *Staging) start(buf []byte, arenas map[id.Rank]memory.Arena, end End, copies []Copy, gather bool) {
 	// Tickets hold on to their segments, so that the list must not move.
 	if cap(s.segments)-len(s.segments) < len(copies) {
 		s.segments = make([]memory.Segment, 0, len(copies))
 	}
-	at := int64(0)
-	for i := 0; i < len(copies); {
-		rank, first := copies[i].Rank, len(s.segments)
-		for ; i < len(copies) && copies[i].Rank == rank; i++ {
+	for rank, ok := above(copies, -1); ok; rank, ok = above(copies, rank) {
+		first, at := len(s.segments), int64(0)
+		for i := range copies {
 			c := &copies[i]
-			offset := c.Remote
-			if end == Reader {
-				offset = c.Local
+			if c.Rank == rank {
+				offset := c.Remote
+				if end == Reader {
+					offset = c.Local
+				}
+				s.segments = append(s.segments, memory.Segment{Arena: offset, Other: at, Bytes: c.Bytes})
 			}
-			s.segments = append(s.segments, memory.Segment{Arena: offset, Other: at, Bytes: c.Bytes})
 			at += c.Bytes
 		}
 		s.one(buf, arenas[rank], s.segments[first:], gather)
 	}
+}
+
+// above is the least rank of copies that is greater than one.
+func above(copies []Copy, one id.Rank) (least id.Rank, ok bool) {
+	for i := range copies {
+		if r := copies[i].Rank; r > one && (!ok || r < least) {
+			least, ok = r, true
+		}
+	}
+	return least, ok
 }
 
 func (s *Staging) one(buf []byte, arena memory.Arena, segments []memory.Segment, gather bool) {
@@ -116,6 +135,12 @@ func (s *Staging) one(buf []byte, arena memory.Arena, segments []memory.Segment,
 // Pool is host memory that the devices of some arenas have pinned, in buffers
 // of one size, through which bytes of device memory go. It is safe for
 // concurrent use.
+//
+// Two rules keep those who share buffers from waiting for each other. Who holds
+// a buffer that no device is copying never waits for another one, here or at a
+// peer: TryGet is for that. And what serves peers and what reads from them have
+// pools of their own: else the readers of two nodes hold what the owners of both
+// need to answer them.
 type Pool struct {
 	region *memory.Region
 	size   int
@@ -124,8 +149,8 @@ type Pool struct {
 	unpin  []func() error
 }
 
-// NewPool makes a pool of count buffers of size bytes. Devices that cannot pin
-// it copy slowly; refused is the reason of the first such, nil if there is none.
+// NewPool makes a pool of count buffers of size bytes, both at least 1. Devices
+// that cannot pin it copy slowly; refused is why, nil if all could.
 func NewPool(name string, arenas map[id.Rank]memory.Arena, size, count int) (p *Pool, refused, err error) {
 	region, err := memory.New(name, int64(size)*int64(count))
 	if err != nil {
@@ -163,8 +188,8 @@ func (p *Pool) Offset(buf []byte) int64 {
 	return int64(uintptr(unsafe.Pointer(unsafe.SliceData(buf))) - uintptr(first))
 }
 
-// Get takes a buffer, and waits for one as long as ctx. Who holds one already
-// must not wait for another: two who do wait for each other. TryGet is for that.
+// Get takes a buffer, and waits for one as long as ctx; who waits longest is the
+// first to get one.
 func (p *Pool) Get(ctx context.Context) ([]byte, error) {
 	select {
 	case b := <-p.free:
@@ -175,7 +200,7 @@ func (p *Pool) Get(ctx context.Context) ([]byte, error) {
 	case b := <-p.free:
 		return b, nil
 	case <-ctx.Done():
-		return nil, Reason(ctx)
+		return nil, fmt.Errorf("wait for a staging buffer: %w", Reason(ctx))
 	}
 }
 
@@ -190,11 +215,20 @@ func (p *Pool) TryGet() ([]byte, bool) {
 }
 
 // Put gives a buffer back that nothing reads or writes any more.
-func (p *Pool) Put(b []byte) { p.free <- b[:p.size] }
+func (p *Pool) Put(b []byte) {
+	select {
+	case p.free <- b[:p.size]:
+	default:
+		panic("transfer: a staging buffer was given back twice")
+	}
+}
+
+// Lent is how many buffers are in use.
+func (p *Pool) Lent() int { return p.count - len(p.free) }
 
 // Close frees the memory. All buffers must have been given back.
 func (p *Pool) Close() error {
-	if lent := p.count - len(p.free); lent > 0 {
+	if lent := p.Lent(); lent > 0 {
 		return fmt.Errorf("close a pool for staging: %d of %d buffers are in use", lent, p.count)
 	}
 	var errs []error

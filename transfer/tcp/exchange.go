@@ -66,13 +66,14 @@ func (t *todo) left() bool {
 }
 
 // exchange is what one lane does for a read: requests go out, up to inFlight
-// ahead, and answers are received straight into the arenas.
+// ahead, and answers are received straight into the arenas, or landed.
 type exchange struct {
-	owner  id.Incarnation
-	bounds bounds
-	seals  []transfer.Seal
-	todo   *todo
-	first  uint64 // id of the first request; the others follow
+	owner   id.Incarnation
+	bounds  bounds
+	seals   []transfer.Seal
+	todo    *todo
+	first   uint64   // id of the first request; the others follow
+	landing *landing // nil: arenas are host memory
 
 	asked    uint64 // requests
 	landed   int64  // bytes, also when it fails
@@ -89,6 +90,8 @@ type scratch struct {
 	tail  [headerBytes]byte    // its verdict
 	have  bool                 // head is of the next answer already
 	spare chan []transfer.Copy // a list for each request that may be under way and is not
+
+	landing *landing // nil until an answer is landed
 }
 
 // grow makes the lists for n requests under way.
@@ -204,8 +207,8 @@ func (x *exchange) ask(w *wire, s *scratch, copies []transfer.Copy) error {
 }
 
 // receive receives the answer to the i-th request, and the header of the next
-// one with it, if that was sent ahead: between two frames there is nothing else,
-// so no byte can go astray, and an answer costs one read. After an error whole
+// one with it, if that was sent ahead and nothing is staged: between two frames
+// there is nothing else, so no byte can go astray, and an answer costs one read. After an error whole
 // reports whether the wire is at the end of the answer all the same.
 func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Copy, ahead bool, arenas map[id.Rank]memory.Arena) (whole bool, err error) {
 	if !s.have {
@@ -230,14 +233,18 @@ func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Cop
 		return false, fmt.Errorf("%v of %d bytes, want data of %d: %w", h.kind, h.length, total, errGarbage)
 	}
 
-	in.v.reset()
-	destinations(&in.v, copies, arenas)
-	in.v.add(s.tail[:])
-	if s.have = ahead; ahead {
-		in.v.add(s.head[:])
+	if x.landing != nil {
+		err = x.landing.receive(in, copies, s.tail[:])
+	} else {
+		in.v.reset()
+		destinations(&in.v, copies, arenas)
+		in.v.add(s.tail[:])
+		if s.have = ahead; ahead {
+			in.v.add(s.head[:])
+		}
+		err = in.all()
+		x.landed += min(in.v.moved, total)
 	}
-	err = in.all()
-	x.landed += min(in.v.moved, total)
 	if err != nil {
 		return false, fmt.Errorf("receive an answer: %w", err)
 	}

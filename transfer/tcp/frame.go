@@ -35,6 +35,9 @@ const (
 // errGarbage: what came does not follow the protocol. The connection is closed.
 var errGarbage = errors.New("not a frame of this protocol")
 
+// errDevice: the memory that was asked for is on a device that does not give it.
+var errDevice = errors.New("device memory cannot be read")
+
 type kind uint8
 
 const (
@@ -71,6 +74,7 @@ const (
 	verdictRange                       // a copy or a seal lies outside of its region
 	verdictIdentity                    // the request was meant for another life
 	verdictUnproven                    // the reader's certificate does not name it
+	verdictMemory                      // the owner cannot read its own memory
 )
 
 // err is the error of the transfer package that the verdict stands for.
@@ -86,6 +90,8 @@ func (v verdict) err() error {
 		return fmt.Errorf("refused by the owner: %w", transfer.ErrIdentity)
 	case verdictUnproven:
 		return fmt.Errorf("refused by the owner: this node's certificate does not name it, or the owner does not allow it: see security.certificate here, security.peers there: %w", identity.ErrRefused)
+	case verdictMemory:
+		return fmt.Errorf("refused by the owner: %w: its log says why", errDevice)
 	default:
 		return fmt.Errorf("verdict %d: %w", uint32(v), errGarbage)
 	}
@@ -93,7 +99,7 @@ func (v verdict) err() error {
 
 // keeps reports whether the connection is good for more after the verdict.
 func (v verdict) keeps() bool {
-	return v == verdictHeld || v == verdictStale || v == verdictRange
+	return v == verdictHeld || v == verdictStale || v == verdictRange || v == verdictMemory
 }
 
 // header begins every frame.

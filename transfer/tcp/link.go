@@ -241,9 +241,12 @@ func (l *link) over(ctx context.Context, c *dialled, idle bool, a *reading) {
 	c.recv.moved = func() { a.stall.Reset(l.t.limits.Stall) }
 	x := exchange{owner: l.peer.Life.Incarnation, bounds: c.bounds, seals: a.seals, todo: a.todo, first: c.next}
 	good, err := false, error(nil)
-	if len(a.seals) > c.bounds.seals {
+	switch {
+	case len(a.seals) > c.bounds.seals:
 		good, err = true, fmt.Errorf("read under %d seals, the peer takes %d", len(a.seals), c.bounds.seals)
-	} else {
+	case l.t.staging != nil:
+		good, err = x.runStaged(ctx, c.wire, &c.scratch, l.t)
+	default:
 		good, err = x.run(ctx, c.wire, &c.scratch, l.t.local.Arenas)
 	}
 	c.next += x.asked

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -29,8 +30,9 @@ type server struct {
 	tls      *tls.Config // nil: none
 	offer    welcome
 	idle     time.Duration
-	max      int           // connections
-	closing  chan struct{} // closed by close
+	max      int             // connections
+	ctx      context.Context //nolint:containedctx // the server's own: ended by close
+	end      context.CancelFunc
 
 	mu        sync.Mutex
 	closed    bool
@@ -51,6 +53,8 @@ type served struct {
 	body     []byte
 	out      []byte // headers of an answer, or the whole of a small one
 	request  request
+
+	gathering *gathering // nil until an answer is staged
 }
 
 func (s *server) accept() {
@@ -66,7 +70,7 @@ func (s *server) accept() {
 		}
 		s.t.log.Warn("accept", "err", err)
 		select {
-		case <-s.closing:
+		case <-s.ctx.Done():
 			return
 		case <-time.After(acceptPause):
 		}
@@ -254,6 +258,9 @@ func (s *server) answer(c *served) error {
 		s.t.stats.servedStale.Add(1)
 		return s.refuse(c, r.id, verdictStale)
 	}
+	if s.t.staging != nil && len(r.copies) > 0 {
+		return s.sendStaged(c)
+	}
 	if r.bytes() <= smallAnswer {
 		return s.sendSmall(c)
 	}
@@ -377,7 +384,7 @@ func (s *server) close() {
 		return
 	}
 	s.closed = true
-	close(s.closing)
+	s.end()
 	_ = s.listener.Close() // what it could say nobody can use
 	for c := range s.conns {
 		c.abort()

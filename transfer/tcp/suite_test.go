@@ -45,6 +45,16 @@ func TestSuiteTLS(t *testing.T) {
 	}})
 }
 
+// The suite where arenas are on a device.
+func TestSuiteStaged(t *testing.T) { transfertest.RunStaged(t, factory("127.0.0.1:0")) }
+
+// Two buffers each way, which reads and answers wait for.
+func TestSuiteScarce(t *testing.T) {
+	transfertest.RunScarce(t, transfertest.Factory{Name: Name, Start: func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+		return Listen(Options{Local: local, Bind: netip.MustParseAddrPort("127.0.0.1:0"), Limits: limits, Staging: 1, LinkConns: 16})
+	}})
+}
+
 func TestSoak(t *testing.T) { transfertest.Soak(t, factory("127.0.0.1:0"), *soak) }
 
 // The suite below the faulty wrapper: what tcp gets then are reads in pieces

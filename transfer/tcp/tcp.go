@@ -12,6 +12,12 @@
 // never by sendfile, splice or zero copy, which would read the pages after the
 // seal words were looked at.
 //
+// Arenas in the memory of a device, on either side, go through pinned buffers
+// ([Options.Staging]): the owner's device copies the next piece of an answer while
+// one is on the wire, the reader's one while the next is received. The seal words
+// are looked at when the owner's last copy is over, and Read returns when the
+// reader's are. On the wire nothing tells where an arena lies.
+//
 // With [Options.Identity] the frames go inside of TLS 1.3, and each side proves
 // with its certificate that it is the node that it says it is, before a byte is
 // given. The owner's bytes are encrypted from where they are and the reader's
@@ -48,7 +54,8 @@
 //	           between them.
 //	5 verdict  owner to reader: nothing follows.
 //
-// The verdicts: 1 held, 2 stale, 3 range, 4 identity, 5 unproven. A read is answered by one
+// The verdicts: 1 held, 2 stale, 3 range, 4 identity, 5 unproven, 6 memory (the
+// owner could not read its own, and what it has sent of it is void). A read is answered by one
 // data frame and one verdict, or, if not a byte is given, by a verdict alone,
 // which then is not "held". Answers come in the order of the reads. The owner
 // looks at the seal words before the first byte (stale: not a byte is given),
@@ -112,6 +119,8 @@ type Options struct {
 	Lanes       int           // connections of those that share one large read, if they are free; default [DefaultLanes]
 	Idle        time.Duration // how long an accepted connection may wait for a request; default 10 min
 
+	Staging int64 // bytes of pinned host memory, half for serving and half for reading, where arenas are device memory; default [DefaultStaging], at least 1 MiB
+
 	Identity *identity.Identity // with it the data port speaks TLS and nothing else, here and at every peer; default: no TLS
 
 	Logger *slog.Logger // default: silence
@@ -131,6 +140,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.LinkConns <= 0 {
 		o.LinkConns = max(4, 2*o.Lanes)
+	}
+	if o.Staging <= 0 {
+		o.Staging = DefaultStaging
 	}
 	if o.Idle <= 0 {
 		o.Idle = 10 * time.Minute
@@ -154,6 +166,8 @@ type Transport struct {
 	bound      netip.AddrPort
 	advertised []netip.AddrPort
 	server     *server
+	staging    *staging // nil: arenas are host memory
+	free       func() error
 	stats      counters
 
 	mu     sync.Mutex
@@ -205,14 +219,22 @@ func serve(listener *net.TCPListener, o Options) (*Transport, error) {
 		return nil, err
 	}
 	o.Local.Arenas = maps.Clone(o.Local.Arenas)
+	var staged *staging
+	if transfer.Staged(o.Local.Arenas) {
+		if staged, err = newStaging(o.Local.Arenas, o.Staging, o.Logger); err != nil {
+			return nil, err
+		}
+	}
 	t := &Transport{
 		local: o.Local, limits: o.Limits, inFlight: o.MaxInFlight, linkConns: o.LinkConns, lanes: o.Lanes, identity: o.Identity, log: o.Logger,
 		machine: machine(), bound: bound, advertised: addresses, links: map[*link]struct{}{},
+		staging: staged, free: sync.OnceValue(staged.close),
 	}
 	t.server = &server{
-		t: t, listener: listener, idle: o.Idle, max: o.MaxConns, closing: make(chan struct{}), conns: map[*served]struct{}{},
+		t: t, listener: listener, idle: o.Idle, max: o.MaxConns, conns: map[*served]struct{}{},
 		offer: welcome{owner: o.Local.Life, bytes: maxFrameBytes, copies: maxCopies, seals: maxSeals, inFlight: uint32(o.MaxInFlight)},
 	}
+	t.server.ctx, t.server.end = context.WithCancel(context.Background())
 	if o.Identity != nil {
 		t.server.tls = largeRecords(o.Identity.Server(identity.Data))
 	}
@@ -268,7 +290,8 @@ func (t *Transport) open(ctx context.Context, peer transfer.Peer) (*link, error)
 	return l, nil
 }
 
-// Close is [transfer.Transport.Close]: links first, then the server.
+// Close is [transfer.Transport.Close]: links first, then the server, then the
+// memory that both stage through.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true
@@ -280,7 +303,7 @@ func (t *Transport) Close() error {
 	}
 	t.server.close()
 	work.Wait()
-	return nil
+	return t.free()
 }
 
 func (t *Transport) forget(l *link) {
@@ -311,6 +334,11 @@ type Stats struct {
 	Evicted     uint64 // waiting connections closed to make room
 	Refused     uint64 // connections refused because all others were at work
 
+	Gathered  uint64 // bytes copied from device memory, to be served
+	Scattered uint64 // bytes copied to device memory, that were read
+	Staging   int64  // bytes of host memory that they go through; 0: arenas are host memory
+	Pinned    bool   // that the devices could pin it
+
 	Accepted int // connections open now, by peers
 	Dialled  int // connections open now, by our links
 }
@@ -320,6 +348,7 @@ type counters struct {
 	served, servedBytes, servedStale      atomic.Uint64
 	outside, garbage, strangers, unproven atomic.Uint64
 	evicted, refused                      atomic.Uint64
+	gathered, scattered                   atomic.Uint64
 	dialled                               atomic.Int64
 }
 
@@ -329,13 +358,18 @@ func (t *Transport) Stats() Stats {
 	t.server.mu.Lock()
 	accepted := len(t.server.conns)
 	t.server.mu.Unlock()
-	return Stats{
+	all := Stats{
 		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
 		Served: s.served.Load(), ServedBytes: s.servedBytes.Load(), ServedStale: s.servedStale.Load(),
 		OutOfRange: s.outside.Load(), Garbage: s.garbage.Load(), Strangers: s.strangers.Load(), Unproven: s.unproven.Load(),
 		Evicted: s.evicted.Load(), Refused: s.refused.Load(),
+		Gathered: s.gathered.Load(), Scattered: s.scattered.Load(),
 		Accepted: accepted, Dialled: int(s.dialled.Load()),
 	}
+	if t.staging != nil {
+		all.Staging, all.Pinned = t.staging.bytes(), t.staging.pinned
+	}
+	return all
 }
 
 // count counts one read of a link.

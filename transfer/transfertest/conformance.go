@@ -152,18 +152,18 @@ func testLastBytes(t testing.TB, f Factory) {
 }
 
 func testOutOfRange(t testing.TB, f Factory) {
-	const size = 64 * kib
-	p := newPair(t, f, 2, size)
+	p := newPair(t, f, 2, 64*kib)
+	theirs, ours := p.owner.local.Arenas[0].Size(), p.reader.local.Arenas[0].Size()
 	before := p.before()
 	bad := map[string]transfer.Copy{
-		"remote end beyond the arena":         {Remote: size - 10, Bytes: 11},
-		"remote start beyond the arena":       {Remote: size, Bytes: 1},
+		"remote end beyond the arena":         {Remote: theirs - 10, Bytes: 11},
+		"remote start beyond the arena":       {Remote: theirs, Bytes: 1},
 		"remote offset right in 32 bits":      {Remote: 1 << 32, Bytes: 1},
 		"remote offset negative":              {Remote: -1, Bytes: 2},
 		"remote offset and length overflow":   {Remote: math.MaxInt64 - 5, Bytes: 10},
 		"remote offset the least number":      {Remote: math.MinInt64, Bytes: 1},
-		"local end beyond the arena":          {Local: size - 10, Bytes: 11},
-		"local start beyond the arena":        {Local: size, Bytes: 1},
+		"local end beyond the arena":          {Local: ours - 10, Bytes: 11},
+		"local start beyond the arena":        {Local: ours, Bytes: 1},
 		"local offset right in 32 bits":       {Local: 1 << 32, Bytes: 1},
 		"local offset negative":               {Local: -1, Bytes: 2},
 		"local offset and length overflow":    {Local: math.MaxInt64 - 5, Bytes: 10},
@@ -195,8 +195,8 @@ func testOutOfRange(t testing.TB, f Factory) {
 }
 
 func testLyingPeer(t testing.TB, f Factory) {
-	const size = 64 * kib
-	p := newPair(t, f, 1, size)
+	p := newPair(t, f, 1, 64*kib)
+	size := p.owner.local.Arenas[0].Size()
 	before := p.before()
 	peer := p.owner.peer()
 	peer.ArenaBytes = map[id.Rank]int64{0: 1 << 40, 1: 1 << 40}
@@ -267,8 +267,8 @@ func testNotHeld(t testing.TB, f Factory) {
 // long is a read that takes a while with little memory: the arena over and
 // over, to the same place. Its first byte is 0 there before and not after.
 func (p *pair) long(size int64, times int) []transfer.Copy {
-	p.owner.arena(0)[0] = 0xa5
-	p.reader.arena(0)[0] = 0
+	p.owner.put(0, 0, []byte{0xa5})
+	p.reader.put(0, 0, []byte{0})
 	copies := make([]transfer.Copy, times)
 	for i := range copies {
 		copies[i] = transfer.Copy{Bytes: size}
@@ -280,7 +280,7 @@ func (p *pair) long(size int64, times int) []transfer.Copy {
 // that there is nothing to wait for.
 func (p *pair) started(t testing.TB, ended func() bool) {
 	t.Helper()
-	eventually(t, "no byte lands", func() bool { return p.reader.arena(0)[0] != 0 || ended() })
+	eventually(t, "no byte lands", func() bool { return p.reader.stretch(0, 0, 1)[0] != 0 || ended() })
 }
 
 func testSealChanged(t testing.TB, f Factory) {
@@ -318,7 +318,7 @@ func testReuse(t testing.TB, f Factory) {
 	took := time.Millisecond
 	var right, stale int
 	for round := range rounds {
-		fill(p.owner.arena(0), uint64(round)+50)
+		p.owner.fill(0, uint64(round)+50)
 		p.seals[0] = p.hold(sealIndex, id.Sequence(round+1))
 		want := p.before().apply(p, copies)
 		done := make(chan error, 1)
@@ -333,7 +333,7 @@ func testReuse(t testing.TB, f Factory) {
 			runtime.Gosched()
 		}
 		p.owner.local.Seals.Store(sealIndex, 0)
-		clear(p.owner.arena(0)) // other data, as soon as the rule allows
+		p.owner.clear() // other data, as soon as the rule allows
 		err := wait(t, "Read", done)
 		switch {
 		case err == nil:
@@ -467,15 +467,11 @@ func testCancel(t testing.TB, f Factory) {
 	seed := rand.Uint64()
 	rng := rand.New(rand.NewPCG(seed, 6))
 	p := newPair(t, f, 1, size)
-	arena := p.reader.arena(0)
-	owners := [2][]byte{make([]byte, size/2), make([]byte, size/2)} // what the new owner of each half wrote
-	copy(owners[0], arena[:size/2])
-	copy(owners[1], arena[size/2:])
+	owners := [2][]byte{p.reader.stretch(0, 0, size/2), p.reader.stretch(0, size/2, size/2)} // what the new owner of each half wrote
 	took := time.Millisecond
 	cancelled := 0
 	for round := 0; round < rounds || cancelled < rounds/10 && round < 10*rounds; round++ {
 		half := int64(round % 2)
-		mine := arena[half*size/2 : (half+1)*size/2]
 		copies := scattered(rng, 0, size/2, 30, 30*kib)
 		for i := range copies {
 			copies[i].Local += half * size / 2
@@ -493,9 +489,8 @@ func testCancel(t testing.TB, f Factory) {
 		})
 		err := p.link.Read(ctx, p.seals, copies)
 		elapsed := time.Since(started)
-		fill(mine[:4*kib], uint64(round)) // at once where the first bytes would land
 		fill(owners[half][:4*kib], uint64(round))
-		copy(mine[4*kib:], owners[half][4*kib:])
+		p.reader.put(0, half*size/2, owners[half]) // at once where the first bytes would land
 		canceller.Wait()
 		switch {
 		case err == nil:
@@ -507,13 +502,13 @@ func testCancel(t testing.TB, f Factory) {
 			t.Fatalf("round %d, seed %d: %v, want nil or the context's error", round, seed, err)
 		}
 		other := 1 - half
-		differ(t, fmt.Sprintf("round %d, seed %d, the half given away before", round, seed), arena[other*size/2:(other+1)*size/2], owners[other])
+		differ(t, fmt.Sprintf("round %d, seed %d, the half given away before", round, seed), p.reader.stretch(0, other*size/2, size/2), owners[other])
 		if t.Failed() {
 			return
 		}
 	}
 	shut(t, p.link.Close)
-	differ(t, "after Close", arena, slices.Concat(owners[0], owners[1]))
+	differ(t, "after Close", p.reader.stretch(0, 0, size), slices.Concat(owners[0], owners[1]))
 	t.Logf("%d reads were cancelled", cancelled)
 	if cancelled == 0 {
 		t.Error("no read was cancelled")
@@ -555,7 +550,7 @@ func testCloseHere(t testing.TB, f Factory, end func(*pair) error) {
 		p := newPair(t, f, 1, size)
 		failed := p.reading(t, p.link, size, reads)
 		shut(t, func() error { return end(p) })
-		fill(p.reader.arena(0), 77)
+		p.reader.fill(0, 77)
 		want := p.before()
 		for range reads {
 			if err := wait(t, "Read after Close", failed); !errors.Is(err, transfer.ErrClosed) {
@@ -571,7 +566,7 @@ func testCloseOwner(t testing.TB, f Factory) {
 	p := newPair(t, f, 1, size)
 	failed := p.reading(t, p.link, size, reads)
 	shut(t, p.owner.transport.Close)
-	clear(p.owner.arena(0)) // nobody reads it any more
+	p.owner.clear() // nobody reads it any more
 	limit := testLimits().Stall + 2*time.Second
 	started := time.Now()
 	for range reads {
@@ -637,7 +632,7 @@ func testLeaks(t testing.TB, f Factory) {
 		cancel()
 		_ = link.Read(ctx, p.seals, one(0, 0, 64*kib)) // its failure must not leak either
 		shut(t, link.Close)
-		third := newSide(t, "third", 0, 0)
+		third := newSide(t, "third", nil, 0, 0)
 		tr, err := f.Start(third.local, testLimits())
 		if err != nil {
 			t.Fatal(err)

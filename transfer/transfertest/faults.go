@@ -137,7 +137,7 @@ func testHalfWay(t testing.TB, f Factory) {
 		}
 		wholeError(t, f, p, err, transfer.Bytes(copies))
 		seed := rng.Uint64()
-		fill(p.reader.arena(0), seed)
+		p.reader.fill(0, seed)
 		fill(given[0], seed)
 	}
 	shut(t, p.link.Close)
@@ -151,8 +151,8 @@ func testLate(t testing.TB, f Factory) {
 	copies := one(0, 0, 256*kib)
 	var after image
 	for round := range uint64(5) {
-		fill(p.owner.arena(0), round+1)
-		fill(p.reader.arena(0), round+100)
+		p.owner.fill(0, round+1)
+		p.reader.fill(0, round+100)
 		want := p.before().apply(p, copies)
 		ctx, cancel := context.WithCancel(context.Background())
 		var returned atomic.Bool
@@ -171,7 +171,7 @@ func testLate(t testing.TB, f Factory) {
 			t.Errorf("Read: %v, want context.Canceled", err)
 		}
 		want.compare(t, p) // all of it had landed when Read returned
-		fill(p.reader.arena(0), round+200)
+		p.reader.fill(0, round+200)
 		after = p.before()
 	}
 	shut(t, p.link.Close) // nothing can be on its way any more
@@ -191,7 +191,7 @@ func testLateClosed(t testing.TB, f Factory) {
 	wait(t, "Read", began)
 	shut(t, p.reader.transport.Close)
 	want.compare(t, p) // they landed before Close returned
-	fill(p.reader.arena(0), 300)
+	p.reader.fill(0, 300)
 	after := p.before()
 	if err := wait(t, "Read after Close", done); !errors.Is(err, transfer.ErrClosed) {
 		t.Errorf("Read: %v, want ErrClosed", err)

@@ -15,8 +15,12 @@ import (
 // MemoryName is the name of the in-memory transport.
 const MemoryName = "memory"
 
-// memoryPiece is how many bytes are copied between two looks at the context.
-const memoryPiece = 64 << 10
+// memoryPiece and memoryCopies are how much is copied, at most, between two looks
+// at the context.
+const (
+	memoryPiece  = 64 << 10
+	memoryCopies = 1024
+)
 
 // Network joins the [Memory] transports of one process: they reach each other
 // and nobody else. The zero value is ready. It is safe for concurrent use.
@@ -53,7 +57,7 @@ func (n *Network) find(descriptor []byte) (*Memory, error) {
 }
 
 // Memory is a transport between nodes of one process: a read copies in the
-// goroutine that calls it. It has no goroutine of its own, no clock and no
+// goroutine that calls it, by way of a buffer if an arena is on a device. It has no goroutine of its own, no clock and no
 // descriptor of the kernel, so it fits a synctest bubble.
 type Memory struct {
 	network *Network
@@ -186,16 +190,37 @@ func (l *memoryLink) read(ctx context.Context, seals []transfer.Seal, copies []t
 	if !transfer.Held(l.owner.local.Seals, seals) {
 		return 0, transfer.ErrStale
 	}
-	for _, c := range copies {
-		from := host(l.owner.local.Arenas[c.Rank])[c.Remote : c.Remote+c.Bytes]
-		to := host(l.reader.local.Arenas[c.Rank])[c.Local : c.Local+c.Bytes]
-		for len(to) > 0 {
-			if err := l.over(ctx); err != nil {
-				return done, err
-			}
-			n := copy(to[:min(len(to), memoryPiece)], from)
-			from, to, done = from[n:], to[n:], done+int64(n)
+	from, to := l.owner.local.Arenas, l.reader.local.Arenas
+	var piece []transfer.Copy
+	var staging transfer.Staging
+	var buf []byte
+	if transfer.Staged(from) || transfer.Staged(to) {
+		buf = make([]byte, memoryPiece)
+	}
+	cut := transfer.Cut(copies, memoryPiece, memoryCopies)
+	for more := true; more; {
+		if err := l.over(ctx); err != nil {
+			return done, err
 		}
+		piece, more = cut.Next(piece[:0])
+		if buf == nil {
+			for _, c := range piece {
+				theirs, _ := transfer.InHost(from[c.Rank])
+				ours, _ := transfer.InHost(to[c.Rank])
+				copy(ours[c.Local:c.Local+c.Bytes], theirs[c.Remote:])
+			}
+			done += transfer.Bytes(piece)
+			continue
+		}
+		staging.Gather(buf, from, transfer.Owner, piece)
+		if err := staging.Wait(); err != nil {
+			return done, err
+		}
+		staging.Scatter(to, transfer.Reader, piece, buf)
+		if err := staging.Wait(); err != nil {
+			return done, err
+		}
+		done += transfer.Bytes(piece)
 	}
 	if !transfer.Held(l.owner.local.Seals, seals) {
 		return done, transfer.ErrStale

@@ -40,7 +40,7 @@ func Soak(t *testing.T, f Factory, d time.Duration) {
 
 func runSoak(t testing.TB, f Factory, d time.Duration) {
 	seed := rand.Uint64()
-	s := &soak{t: t, f: f, seed: seed, reader: newSide(t, "reader", 1, soakReaders*soakPartBytes)}
+	s := &soak{t: t, f: f, seed: seed, reader: f.reader(t, 1, soakReaders*soakPartBytes)}
 	s.reader.start(t, f)
 	s.restart(nil)
 	defer func() {
@@ -124,7 +124,7 @@ func (s *soak) restart(rng *rand.Rand) {
 			for g := range uint32(soakGroups) {
 				old.side.local.Seals.Store(g, 0)
 			}
-			fill(old.side.arena(0), rng.Uint64())
+			old.side.fill(0, rng.Uint64())
 			next = &side{local: old.side.local}
 			next.local.Life.Incarnation++
 		} else {
@@ -132,7 +132,7 @@ func (s *soak) restart(rng *rand.Rand) {
 		}
 	}
 	if next == nil {
-		next = newSide(s.t, "owner", 1, soakGroups*soakGroupBytes)
+		next = s.f.owner(s.t, 1, soakGroups*soakGroupBytes)
 	}
 	tr, err := s.f.Start(next.local, testLimits())
 	if err != nil {
@@ -174,12 +174,12 @@ func (l *soakLife) closeLink() {
 // the rule allows it.
 func (s *soak) publish(l *soakLife, rng *rand.Rand) {
 	life := l.side.local.Life
+	pages := make([]byte, soakGroupBytes)
 	for seq := id.Sequence(1); ; seq++ {
 		g := rng.Uint32N(soakGroups)
-		pages := l.side.arena(0)[g*soakGroupBytes:][:soakGroupBytes]
 		l.side.local.Seals.Store(g, 0)
 		content := rng.Uint64()
-		soakFill(pages, content)
+		edit(l.side.local.Arenas[0], int64(g)*soakGroupBytes, pages, func(b []byte) { soakFill(b, content) })
 		value, ok := id.SealValue(life.Incarnation, seq)
 		if !ok {
 			continue
@@ -236,19 +236,21 @@ func (s *soak) open(ctx context.Context, l *soakLife) (transfer.Link, error) {
 // after every read.
 func (s *soak) read(n int, stop <-chan struct{}) {
 	rng := rand.New(rand.NewPCG(s.seed, uint64(n)+2))
-	part := s.reader.arena(0)[n*soakPartBytes:][:soakPartBytes]
-	want := make([]byte, soakPartBytes)
+	part, want := make([]byte, soakPartBytes), make([]byte, soakPartBytes)
+	same := func() bool {
+		return bytes.Equal(view(s.reader.local.Arenas[0], int64(n)*soakPartBytes, part), want)
+	}
 	group := make([]byte, soakGroupBytes)
 	give := func() { // the part to somebody else
 		content := rng.Uint64()
-		soakFill(part, content)
 		soakFill(want, content)
+		s.reader.put(0, int64(n)*soakPartBytes, want)
 	}
 	give()
 	for {
 		select {
 		case <-stop:
-			if !bytes.Equal(part, want) {
+			if !same() {
 				s.t.Errorf("seed %d: a byte landed after its read had returned", s.seed)
 			}
 			return
@@ -291,7 +293,7 @@ func (s *soak) read(n int, stop <-chan struct{}) {
 			for _, c := range copies {
 				copy(want[c.Local-int64(n)*soakPartBytes:][:c.Bytes], group[c.Remote-int64(p.seal.Index)*soakGroupBytes:][:c.Bytes])
 			}
-			if !bytes.Equal(part, want) {
+			if !same() {
 				s.t.Errorf("seed %d: a read that held delivered another byte, or wrote beside its destinations", s.seed)
 				return
 			}
@@ -316,7 +318,7 @@ func (s *soak) read(n int, stop <-chan struct{}) {
 		if rng.IntN(8) == 0 {
 			pause(50 * time.Microsecond)
 		}
-		if !bytes.Equal(part, want) {
+		if !same() {
 			s.t.Errorf("seed %d: a byte landed after its read had returned with %v", s.seed, err)
 			return
 		}

@@ -1,7 +1,8 @@
 // Package transfertest says what a transport must keep, as a suite: [Run]. The
 // in-memory transport ([Network], [Memory]) and the faulty wrapper ([Faulty])
 // pass the same suite as the real ones, so that what is tested with them holds
-// with those.
+// with those. Where the arenas of the two sides lie is an input: in host memory,
+// on an emulated device ([Device], [RunStaged]), or on a real one.
 //
 // The suite compares whole arenas, byte by byte, with what a naive copier of
 // its own expects, so that a byte beside a destination is found too. It knows
@@ -35,6 +36,18 @@ type Factory struct {
 	// any. The suite closes it. If it wraps transfer.ErrUnavailable the suite is
 	// skipped.
 	Start func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error)
+	// Owner and Reader are where the arenas of the two sides lie; nil: [Host].
+	Owner, Reader Place
+}
+
+func (f Factory) owner(t testing.TB, ranks int, size int64) *side {
+	t.Helper()
+	return newSide(t, "owner", f.Owner, ranks, size)
+}
+
+func (f Factory) reader(t testing.TB, ranks int, size int64) *side {
+	t.Helper()
+	return newSide(t, "reader", f.Reader, ranks, size)
 }
 
 // testCase is one claim. It takes a testing.TB, so that the tests of this
@@ -64,16 +77,18 @@ func Run(t *testing.T, factory Factory) {
 
 // available skips the suite if this machine cannot run the transport.
 func available(t *testing.T, f Factory) {
-	s := newSide(t, "probe", 1, 4096)
-	tr, err := f.Start(s.local, testLimits())
-	if errors.Is(err, transfer.ErrUnavailable) {
-		t.Skipf("%s: %v", f.Name, err)
-	}
-	if err != nil {
-		t.Fatalf("start %s: %v", f.Name, err)
-	}
-	if err := tr.Close(); err != nil {
-		t.Fatalf("close %s: %v", f.Name, err)
+	t.Helper()
+	for _, s := range []*side{f.owner(t, 1, 4096), f.reader(t, 1, 4096)} {
+		tr, err := f.Start(s.local, testLimits())
+		if errors.Is(err, transfer.ErrUnavailable) {
+			t.Skipf("%s: %v", f.Name, err)
+		}
+		if err != nil {
+			t.Fatalf("start %s: %v", f.Name, err)
+		}
+		if err := tr.Close(); err != nil {
+			t.Fatalf("close %s: %v", f.Name, err)
+		}
 	}
 }
 
@@ -108,20 +123,17 @@ const (
 	sealSeq   = 41
 )
 
-// host is the memory of an arena of the host.
-func host(a memory.Arena) []byte {
-	b, _ := transfer.InHost(a)
-	return b
-}
-
 // side is one node: arenas, seal table, and the transport once it is started.
 type side struct {
 	local     transfer.Local
 	transport transfer.Transport
 }
 
-func newSide(t testing.TB, node id.Node, ranks int, size int64) *side {
+func newSide(t testing.TB, node id.Node, place Place, ranks int, size int64) *side {
 	t.Helper()
+	if place == nil {
+		place = Host
+	}
 	seals, err := memory.NewSealTable()
 	if err != nil {
 		t.Fatal(err)
@@ -133,12 +145,12 @@ func newSide(t testing.TB, node id.Node, ranks int, size int64) *side {
 		Seals:  seals,
 	}}
 	for r := range id.Rank(ranks) {
-		region, err := memory.New("transfertest", size)
+		arena, err := place(size)
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { shut(t, region.Close) })
-		s.local.Arenas[r] = region
+		t.Cleanup(func() { shut(t, arena.Close) })
+		s.local.Arenas[r] = arena
 	}
 	return s
 }
@@ -165,7 +177,27 @@ func (s *side) peer() transfer.Peer {
 	return p
 }
 
-func (s *side) arena(r id.Rank) []byte { return host(s.local.Arenas[r]) }
+// bytes are those of an arena, as they are now.
+func (s *side) bytes(r id.Rank) []byte { return s.stretch(r, 0, s.local.Arenas[r].Size()) }
+
+func (s *side) stretch(r id.Rank, at, n int64) []byte {
+	b := make([]byte, n)
+	Peek(s.local.Arenas[r], at, b)
+	return b
+}
+
+// put writes b to offset at of an arena.
+func (s *side) put(r id.Rank, at int64, b []byte) { Poke(s.local.Arenas[r], at, b) }
+
+// fill fills an arena with bytes that depend on seed and place.
+func (s *side) fill(r id.Rank, seed uint64) {
+	b := make([]byte, s.local.Arenas[r].Size())
+	fill(b, seed)
+	s.put(r, 0, b)
+}
+
+// clear fills the arena of rank 0 with zeros.
+func (s *side) clear() { s.put(0, 0, make([]byte, s.local.Arenas[0].Size())) }
 
 // pair is an owner, a reader, and a link from the reader to the owner.
 type pair struct {
@@ -178,10 +210,10 @@ type pair struct {
 // reader's with others, and holds one seal.
 func newPair(t testing.TB, f Factory, ranks int, size int64) *pair {
 	t.Helper()
-	p := &pair{owner: newSide(t, "owner", ranks, size), reader: newSide(t, "reader", ranks, size)}
+	p := &pair{owner: f.owner(t, ranks, size), reader: f.reader(t, ranks, size)}
 	for r := range p.owner.local.Arenas {
-		fill(p.owner.arena(r), uint64(r)+1)
-		fill(p.reader.arena(r), uint64(r)+1001)
+		p.owner.fill(r, uint64(r)+1)
+		p.reader.fill(r, uint64(r)+1001)
 	}
 	p.seals = []transfer.Seal{p.hold(sealIndex, sealSeq)}
 	p.owner.start(t, f)
@@ -227,15 +259,19 @@ type image map[id.Rank][]byte
 func (p *pair) before() image {
 	m := image{}
 	for r := range p.reader.local.Arenas {
-		m[r] = append([]byte(nil), p.reader.arena(r)...)
+		m[r] = p.reader.bytes(r)
 	}
 	return m
 }
 
 // apply does what the copies mean, byte by byte.
 func (m image) apply(p *pair, copies []transfer.Copy) image {
+	owner := image{}
+	for r := range p.owner.local.Arenas {
+		owner[r] = p.owner.bytes(r)
+	}
 	for _, c := range copies {
-		from, to := p.owner.arena(c.Rank), m[c.Rank]
+		from, to := owner[c.Rank], m[c.Rank]
 		for i := range c.Bytes {
 			to[c.Local+i] = from[c.Remote+i]
 		}
@@ -247,7 +283,7 @@ func (m image) apply(p *pair, copies []transfer.Copy) image {
 func (m image) compare(t testing.TB, p *pair) {
 	t.Helper()
 	for r, want := range m {
-		differ(t, "rank "+string(rune('0'+int(r))), p.reader.arena(r), want)
+		differ(t, "rank "+string(rune('0'+int(r))), view(p.reader.local.Arenas[r], 0, make([]byte, len(want))), want)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 )
 
@@ -29,6 +30,8 @@ func inMemory() Factory {
 }
 
 func TestMemory(t *testing.T) { Run(t, inMemory()) }
+
+func TestMemoryStaged(t *testing.T) { RunStaged(t, inMemory()) }
 
 // The wrapper is a transport itself, and keeps what every transport must while
 // it only delays and reorders.
@@ -68,9 +71,9 @@ func TestLateLandingFindsWhoFreesEarly(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- p.link.Read(ctx, p.seals, one(0, 0, 4*kib)) }()
 	cancel()
-	clear(p.reader.arena(0)) // freed and zeroed for the next one
+	p.reader.clear() // freed and zeroed for the next one
 	wait(t, "Read", done)
-	if !slices.Equal(p.reader.arena(0), p.owner.arena(0)) {
+	if !slices.Equal(p.reader.bytes(0), p.owner.bytes(0)) {
 		t.Error("the late bytes did not land in the memory that was given away early")
 	}
 }
@@ -157,8 +160,11 @@ func TestTheSuiteFindsMutants(t *testing.T) {
 		"writes one byte too many": {finds: "one byte", read: func(m *mutant, inner transfer.Link, ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
 			err := inner.Read(ctx, seals, copies)
 			for _, c := range copies {
-				if a := host(m.local.Arenas[c.Rank]); c.Local+c.Bytes < int64(len(a)) {
-					a[c.Local+c.Bytes]++
+				if a, at := m.local.Arenas[c.Rank], c.Local+c.Bytes; at < a.Size() {
+					b := make([]byte, 1)
+					Peek(a, at, b)
+					b[0]++
+					Poke(a, at, b)
 				}
 			}
 			return err
@@ -221,6 +227,107 @@ func TestTheSuiteFindsMutants(t *testing.T) {
 			}
 		})
 	}
+}
+
+// hasty is an arena of a device through which a transport breaks one promise: it
+// shows what a transport does that does not wait, or does not look.
+type hasty struct {
+	memory.Stager
+	waits  bool // for the device
+	cares  bool // what the device says
+	listed bool // it asks for all pages at once
+}
+
+func (h hasty) ReadInto(b []byte, segments []memory.Segment) memory.Ticket {
+	return h.start(h.Stager.ReadInto, b, segments)
+}
+
+func (h hasty) WriteFrom(b []byte, segments []memory.Segment) memory.Ticket {
+	return h.start(h.Stager.WriteFrom, b, segments)
+}
+
+func (h hasty) start(by func([]byte, []memory.Segment) memory.Ticket, b []byte, segments []memory.Segment) memory.Ticket {
+	if !h.waits { // what it is given will be used for something else
+		b, segments = slices.Clone(b), slices.Clone(segments)
+	}
+	if h.listed {
+		return hastyTicket{by(b, segments), h}
+	}
+	var last memory.Ticket
+	for i := range segments {
+		last = by(b, segments[i:i+1])
+		if i < len(segments)-1 {
+			_ = last.Wait()
+		}
+	}
+	return hastyTicket{last, h}
+}
+
+type hastyTicket struct {
+	memory.Ticket
+	h hasty
+}
+
+func (t hastyTicket) Wait() error {
+	if !t.h.waits {
+		go func() { _ = t.Ticket.Wait() }()
+		return nil
+	}
+	if err := t.Ticket.Wait(); t.h.cares {
+		return err
+	}
+	return nil
+}
+
+// TestTheStagingCasesFindMutants lets the in-memory transport treat devices
+// badly, each time in one way; the named case must fail.
+func TestTheStagingCasesFindMutants(t *testing.T) {
+	for name, tt := range map[string]struct {
+		hasty
+		finds []string
+	}{
+		"does not wait for the device": {hasty{listed: true}, []string{
+			"a scatter that does not end", "closed while a scatter does not end", "closed while a gather does not end", "seal changed between gather and send",
+			"the reader's device dies in mid-read",
+		}},
+		"does not care what the device says": {hasty{waits: true, listed: true}, []string{
+			"the reader's device dies in mid-read", "the owner's device dies in mid-read", "a copy of the reader fails", "a copy of the owner fails",
+		}},
+		"one call a page": {hasty{waits: true, cares: true}, []string{"no call a page"}},
+	} {
+		for _, c := range staging() {
+			if !slices.Contains(tt.finds, c.name) {
+				continue
+			}
+			t.Run(name+"/"+c.name, func(t *testing.T) {
+				f := inMemory()
+				start := f.Start
+				f.Start = func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+					arenas := map[id.Rank]memory.Arena{}
+					for r, a := range local.Arenas {
+						if arenas[r] = a; !isHost(a) {
+							h := tt.hasty
+							h.Stager = a.(memory.Stager)
+							arenas[r] = h
+						}
+					}
+					local.Arenas = arenas
+					return start(local, limits)
+				}
+				if !failing(t, func(t testing.TB) { c.run(t, f, true, true) }) {
+					t.Errorf("%q passes", c.name)
+				}
+				if failing(t, func(t testing.TB) { c.run(t, inMemory(), true, true) }) {
+					t.Errorf("%q fails without the mutation", c.name)
+				}
+			})
+		}
+	}
+}
+
+func isHost(a memory.Arena) bool {
+	_, ok := transfer.InHost(a)
+	return ok
 }
 
 // The same for the soak, of what only a race shows.
