@@ -2,225 +2,140 @@ package shm
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
 const (
-	version = 1
-	magic   = "kvs"
+	arenaBytes   = 2 + 8
+	welcomeBytes = 1 + 4 + 1
+	sealLabel    = 0xffff // of the file of the seal table
+	ringLabel    = 0xfffe
 
-	headerBytes    = 8
-	lifeBytes      = 1 + id.MaxNode + 8 // at most
-	arenaBytes     = 2 + 8
-	maxHelloBody   = 2 * lifeBytes
-	maxWelcomeBody = lifeBytes + 1 + id.MaxRanks*arenaBytes
-	fileBytes      = headerBytes + 2
-	refusalBody    = 1
-	sealTable      = 0xffff // as the rank of a file
-	maxAnswerBody  = maxWelcomeBody
+	maxCopies     = 4096 // of an ask
+	copyBytes     = 2 + 8 + 4
+	maxAskBody    = 1 + maxCopies*copyBytes
+	maxReason     = 512
+	maxFilledBody = 1 + maxReason
+
+	// What a reader maps of a ring, and keeps under way, is bounded.
+	maxBuffers     = 16
+	maxBufferBytes = 16 << 20
 )
-
-// errGarbage: what came does not follow the protocol. The connection is closed.
-var errGarbage = errors.New("not a frame of this protocol")
-
-type kind uint8
 
 const (
-	kindHello kind = iota + 1
-	kindWelcome
-	kindFile
-	kindRefusal
+	kindAsk rendezvous.Kind = rendezvous.Own + iota
+	kindFilled
 )
 
-func (k kind) String() string {
-	switch k {
-	case kindHello:
-		return "hello"
-	case kindWelcome:
-		return "welcome"
-	case kindFile:
-		return "file"
-	case kindRefusal:
-		return "refusal"
-	default:
-		return fmt.Sprintf("kind %d", uint8(k))
-	}
-}
-
-// refusal is why an owner lets a reader see nothing.
-type refusal uint8
-
-const (
-	refusedLife refusal = iota + 1 // the hello was meant for another life
-	refusedUser                    // the reader's process is another user's
-	refusedFull                    // there are as many links as may be
-)
-
-func (r refusal) err() error {
-	switch r {
-	case refusedLife:
-		return fmt.Errorf("refused by the owner: %w", transfer.ErrIdentity)
-	case refusedUser:
-		return fmt.Errorf("refused by the owner, which serves its own user and root alone; run both nodes as one user, in one user namespace: %w", transfer.ErrUnavailable)
-	case refusedFull:
-		return fmt.Errorf("refused by the owner: %d readers are connected to it", maxConns)
-	default:
-		return fmt.Errorf("refusal %d: %w", uint8(r), errGarbage)
-	}
-}
-
-// frame is a header with its body.
-func frame(k kind, body []byte) []byte {
-	b := append([]byte(magic), version, byte(k), 0)
-	b = binary.BigEndian.AppendUint16(b, uint16(len(body)))
-	return append(b, body...)
-}
-
-// parseHeader takes the first [headerBytes] of a frame.
-func parseHeader(b []byte) (k kind, length int, err error) {
-	switch {
-	case len(b) != headerBytes:
-		return 0, 0, fmt.Errorf("header of %d bytes: %w", len(b), errGarbage)
-	case string(b[:len(magic)]) != magic:
-		return 0, 0, fmt.Errorf("magic %x: %w", b[:len(magic)], errGarbage)
-	case b[3] != version:
-		return 0, 0, fmt.Errorf("protocol version %d, want %d: %w", b[3], version, errGarbage)
-	case b[5] != 0:
-		return 0, 0, fmt.Errorf("reserved byte %x: %w", b[5], errGarbage)
-	}
-	return kind(b[4]), int(binary.BigEndian.Uint16(b[6:])), nil
-}
-
-// receive takes one frame of at most limit bytes of body from a connection, and
-// not a byte more: files may follow.
-func receive(c io.Reader, limit int) (kind, []byte, error) {
-	var head [headerBytes]byte
-	if _, err := io.ReadFull(c, head[:]); err != nil {
-		return 0, nil, err
-	}
-	k, length, err := parseHeader(head[:])
-	if err != nil {
-		return 0, nil, err
-	}
-	if length > limit {
-		return 0, nil, fmt.Errorf("%v of %d bytes, at most %d: %w", k, length, limit, errGarbage)
-	}
-	body := make([]byte, length)
-	if _, err := io.ReadFull(c, body); err != nil {
-		return 0, nil, err
-	}
-	return k, body, nil
-}
-
-// hello is what a reader says: whom it wants, and who it is.
-type hello struct {
-	owner, reader id.Life
-}
-
-func (h hello) encode() []byte {
-	return frame(kindHello, appendLife(appendLife(nil, h.owner), h.reader))
-}
-
-func parseHello(body []byte) (h hello, err error) {
-	if h.owner, body, err = cutLife(body); err != nil {
-		return hello{}, fmt.Errorf("owner of a hello: %w", err)
-	}
-	if h.reader, body, err = cutLife(body); err != nil {
-		return hello{}, fmt.Errorf("reader of a hello: %w", err)
-	}
-	if len(body) != 0 {
-		return hello{}, fmt.Errorf("hello has %d bytes too many: %w", len(body), errGarbage)
-	}
-	return h, nil
-}
-
-// welcome is the owner's answer: who it is, and the arenas whose files follow.
+// welcome is what the owner says of its memory; files follow.
 type welcome struct {
-	owner  id.Life
-	arenas map[id.Rank]int64 // bytes of the region
+	buffers int // of the ring; 0: the arenas are host memory, and their files follow
+	bytes   int // of a buffer
+	arenas  map[id.Rank]int64
 }
 
 // ranks are in the order in which files follow.
 func (w welcome) ranks() []id.Rank { return slices.Sorted(maps.Keys(w.arenas)) }
 
 func (w welcome) encode() []byte {
-	b := appendLife(nil, w.owner)
+	b := binary.BigEndian.AppendUint32([]byte{byte(w.buffers)}, uint32(w.bytes))
 	b = append(b, byte(len(w.arenas)))
 	for _, r := range w.ranks() {
 		b = binary.BigEndian.AppendUint16(b, uint16(r))
 		b = binary.BigEndian.AppendUint64(b, uint64(w.arenas[r]))
 	}
-	return frame(kindWelcome, b)
+	return b
 }
 
-func parseWelcome(body []byte) (w welcome, err error) {
-	if w.owner, body, err = cutLife(body); err != nil {
-		return welcome{}, fmt.Errorf("owner of a welcome: %w", err)
+func parseWelcome(b []byte) (w welcome, err error) {
+	if len(b) < welcomeBytes || len(b) != welcomeBytes+int(b[5])*arenaBytes {
+		return welcome{}, fmt.Errorf("welcome with %d bytes of arenas: %w", len(b), rendezvous.ErrGarbage)
 	}
-	if len(body) == 0 || len(body) != 1+int(body[0])*arenaBytes {
-		return welcome{}, fmt.Errorf("welcome ends with %d bytes: %w", len(body), errGarbage)
+	buffers, bytes := int(b[0]), int64(binary.BigEndian.Uint32(b[1:]))
+	if buffers > maxBuffers || bytes > maxBufferBytes || (buffers == 0) != (bytes == 0) {
+		return welcome{}, fmt.Errorf("welcome with a ring of %d buffers of %d bytes: %w", buffers, bytes, rendezvous.ErrGarbage)
 	}
-	w.arenas = make(map[id.Rank]int64, body[0])
+	w = welcome{buffers: buffers, bytes: int(bytes), arenas: make(map[id.Rank]int64, b[5])}
 	last := id.Rank(-1)
-	for b := body[1:]; len(b) > 0; b = b[arenaBytes:] {
+	for b := b[welcomeBytes:]; len(b) > 0; b = b[arenaBytes:] {
 		rank, size := id.Rank(binary.BigEndian.Uint16(b)), binary.BigEndian.Uint64(b[2:])
 		if rank <= last || rank.Validate() != nil || size == 0 || size > math.MaxInt64 {
-			return welcome{}, fmt.Errorf("welcome with %d bytes of rank %d after rank %d: %w", size, rank, last, errGarbage)
+			return welcome{}, fmt.Errorf("welcome with %d bytes of rank %d after rank %d: %w", size, rank, last, rendezvous.ErrGarbage)
 		}
 		w.arenas[rank], last = int64(size), rank
 	}
 	return w, nil
 }
 
-// fileFrame goes with the memfd of one arena, or of the seal table.
-func fileFrame(rank int) []byte {
-	return frame(kindFile, binary.BigEndian.AppendUint16(nil, uint16(rank)))
+// appendAsk appends the body of an ask; the copies have been checked, and are at
+// most maxCopies that fit into a buffer.
+func appendAsk(b []byte, buffer int, copies []transfer.Copy) []byte {
+	b = append(b, byte(buffer))
+	for i := range copies {
+		c := &copies[i]
+		b = binary.BigEndian.AppendUint16(b, uint16(c.Rank))
+		b = binary.BigEndian.AppendUint64(b, uint64(c.Remote))
+		b = binary.BigEndian.AppendUint32(b, uint32(c.Bytes))
+	}
+	return b
 }
 
-// parseFile checks that a frame is that of one rank.
-func parseFile(b []byte, rank int) error {
-	if len(b) != fileBytes {
-		return fmt.Errorf("file with %d bytes, want %d: %w", len(b), fileBytes, errGarbage)
+// parseAsk appends the copies of an ask to dst. Each lies in an arena of these
+// sizes, and all of them fit into a buffer of the ring.
+func parseAsk(dst []transfer.Copy, body []byte, w *welcome) (buffer int, copies []transfer.Copy, err error) {
+	if len(body) < 1+copyBytes || (len(body)-1)%copyBytes != 0 || len(body) > maxAskBody {
+		return 0, dst, fmt.Errorf("ask of %d bytes: %w", len(body), rendezvous.ErrGarbage)
 	}
-	k, length, err := parseHeader(b[:headerBytes])
-	if err != nil {
-		return err
+	if buffer = int(body[0]); buffer >= w.buffers {
+		return 0, dst, fmt.Errorf("ask for buffer %d of %d: %w", buffer, w.buffers, rendezvous.ErrGarbage)
 	}
-	if got := int(binary.BigEndian.Uint16(b[headerBytes:])); k != kindFile || length != fileBytes-headerBytes || got != rank {
-		return fmt.Errorf("%v of %d bytes and rank %d, want the file of rank %d: %w", k, length, got, rank, errGarbage)
+	room := int64(w.bytes)
+	copies = dst
+	for b := body[1:]; len(b) > 0; b = b[copyBytes:] {
+		c := transfer.Copy{
+			Rank:   id.Rank(binary.BigEndian.Uint16(b)),
+			Remote: int64(binary.BigEndian.Uint64(b[2:])),
+			Bytes:  int64(binary.BigEndian.Uint32(b[10:])),
+		}
+		if size := w.arenas[c.Rank]; !transfer.Inside(c.Remote, c.Bytes, size) {
+			return 0, dst, fmt.Errorf("ask for %d bytes at %d of rank %d, which has %d: %w", c.Bytes, c.Remote, int(c.Rank), size, rendezvous.ErrGarbage)
+		}
+		if room -= c.Bytes; room < 0 {
+			return 0, dst, fmt.Errorf("ask for more than the %d bytes of a buffer: %w", w.bytes, rendezvous.ErrGarbage)
+		}
+		copies = append(copies, c)
 	}
-	return nil
+	return buffer, copies, nil
 }
 
-func parseRefusal(body []byte) (refusal, error) {
-	if len(body) != refusalBody {
-		return 0, fmt.Errorf("refusal of %d bytes: %w", len(body), errGarbage)
+// filledBody is that of an answer; why is nil if the buffer is filled.
+func filledBody(buffer int, why error) []byte {
+	b := []byte{byte(buffer)}
+	if why == nil {
+		return b
 	}
-	return refusal(body[0]), nil
+	text := strings.ToValidUTF8(why.Error(), "?")
+	if text == "" {
+		text = "for no reason"
+	}
+	return append(b, text[:min(len(text), maxReason)]...)
 }
 
-func appendLife(b []byte, l id.Life) []byte {
-	b = append(b, byte(len(l.Node)))
-	b = append(b, l.Node...)
-	return binary.BigEndian.AppendUint64(b, uint64(l.Incarnation))
-}
-
-func cutLife(b []byte) (id.Life, []byte, error) {
-	if len(b) == 0 || len(b) < 1+int(b[0])+8 {
-		return id.Life{}, nil, fmt.Errorf("life is cut off: %w", errGarbage)
+// parseFilled takes an answer; why says what the owner says.
+func parseFilled(body []byte, buffers int) (buffer int, why error, err error) {
+	if len(body) == 0 || len(body) > maxFilledBody || int(body[0]) >= buffers {
+		return 0, nil, fmt.Errorf("answer of %d bytes, for a buffer of %d: %w", len(body), buffers, rendezvous.ErrGarbage)
 	}
-	n := id.Node(b[1 : 1+int(b[0])])
-	if err := n.Validate(); err != nil {
-		return id.Life{}, nil, fmt.Errorf("%w: %w", errGarbage, err)
+	if len(body) > 1 {
+		why = fmt.Errorf("the peer can't read its device: %q", body[1:])
 	}
-	b = b[1+len(n):]
-	return id.Life{Node: n, Incarnation: id.Incarnation(binary.BigEndian.Uint64(b))}, b[8:], nil
+	return int(body[0]), why, nil
 }

@@ -5,7 +5,6 @@ import (
 	"encoding/hex"
 	"errors"
 	"flag"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -40,17 +40,22 @@ func golden(t *testing.T, name string, b []byte) {
 	}
 }
 
-func body(frame []byte) []byte { return frame[headerBytes:] }
-
-var testWelcome = welcome{owner: ownerLife, arenas: map[id.Rank]int64{0: 4096, 3: 0x0123456789abcdef, 63: 1}}
+var (
+	testArenas  = map[id.Rank]int64{0: 4096, 3: 0x0123456789abcdef, 63: 1}
+	hostWelcome = welcome{arenas: testArenas}
+	ringWelcome = welcome{buffers: 4, bytes: 1 << 20, arenas: testArenas}
+	testAsk     = []transfer.Copy{{Rank: 0, Remote: 4095, Bytes: 1}, {Rank: 3, Remote: 0x0023456789abcdef, Bytes: 0xfedc}}
+)
 
 func TestFramesAreGolden(t *testing.T) {
-	golden(t, "hello", hello{owner: ownerLife, reader: readerLife}.encode())
-	golden(t, "welcome", testWelcome.encode())
-	golden(t, "file.seals", fileFrame(sealTable))
-	golden(t, "file.rank", fileFrame(63))
-	golden(t, "refusal", frame(kindRefusal, []byte{byte(refusedUser)}))
-	golden(t, "descriptor", descriptor{host: "01234567-89ab-cdef-0123-456789abcdef", socket: servedPrefix + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}.encode())
+	golden(t, "welcome.host", protocol().Welcome(ownerLife, hostWelcome.encode()))
+	golden(t, "welcome.ring", protocol().Welcome(ownerLife, ringWelcome.encode()))
+	golden(t, "file.seals", protocol().File(sealLabel))
+	golden(t, "file.ring", protocol().File(ringLabel))
+	golden(t, "file.rank", protocol().File(63))
+	golden(t, "ask", protocol().Frame(kindAsk, appendAsk(nil, 3, testAsk)))
+	golden(t, "filled", protocol().Frame(kindFilled, filledBody(3, nil)))
+	golden(t, "filled.not", protocol().Frame(kindFilled, filledBody(3, errors.New("device is dead"))))
 }
 
 func TestParseRefuses(t *testing.T) {
@@ -59,116 +64,128 @@ func TestParseRefuses(t *testing.T) {
 	}
 	cut := func(b []byte) []byte { return b[:len(b)-1] }
 	longer := func(b []byte) []byte { return append(b, 0) }
-	ends := len(appendLife(nil, ownerLife))
+	welcomeError := func(b []byte) error { _, err := parseWelcome(b); return err }
+	askError := func(b []byte) error { _, _, err := parseAsk(nil, b, &ringWelcome); return err }
+	filledError := func(b []byte) error { _, _, err := parseFilled(b, 4); return err }
+	host, ring, ask := hostWelcome.encode(), ringWelcome.encode(), appendAsk(nil, 3, testAsk)
+	first, filled := welcomeBytes, filledBody(3, errors.New("no"))
 	for name, tt := range map[string]struct {
 		good   []byte
 		change func(b []byte) []byte
 		parse  func(b []byte) error
 	}{
-		"hello cut off":              {hello{ownerLife, readerLife}.encode(), cut, helloError},
-		"hello longer":               {hello{ownerLife, readerLife}.encode(), longer, helloError},
-		"hello of nobody":            {hello{ownerLife, readerLife}.encode(), set(headerBytes, 0), helloError},
-		"hello of a longer name":     {hello{ownerLife, readerLife}.encode(), set(headerBytes, 255), helloError},
-		"hello of a bad name":        {hello{ownerLife, readerLife}.encode(), set(headerBytes+1, '/'), helloError},
-		"hello without a body":       {hello{ownerLife, readerLife}.encode(), func(b []byte) []byte { return b[:headerBytes] }, helloError},
-		"welcome cut off":            {testWelcome.encode(), cut, welcomeError},
-		"welcome longer":             {testWelcome.encode(), longer, welcomeError},
-		"welcome with more arenas":   {testWelcome.encode(), set(headerBytes+ends, 4), welcomeError},
-		"welcome with fewer":         {testWelcome.encode(), set(headerBytes+ends, 2), welcomeError},
-		"welcome without a count":    {testWelcome.encode(), func(b []byte) []byte { return b[:headerBytes+ends] }, welcomeError},
-		"welcome with a rank twice":  {testWelcome.encode(), set(headerBytes+ends+1+arenaBytes, 0, 0), welcomeError},
-		"welcome with rank 64":       {testWelcome.encode(), set(headerBytes+ends+1+2*arenaBytes, 0, 64), welcomeError},
-		"welcome with rank 65535":    {testWelcome.encode(), set(headerBytes+ends+1+2*arenaBytes, 255, 255), welcomeError},
-		"welcome with an empty rank": {testWelcome.encode(), set(headerBytes+ends+3, make([]byte, 8)...), welcomeError},
-		"welcome with 2^63 bytes":    {testWelcome.encode(), set(headerBytes+ends+3, 0x80), welcomeError},
-		"file of another rank":       {fileFrame(3), set(headerBytes+1, 4), fileError},
-		"file cut off":               {fileFrame(3), cut, fileError},
-		"file longer":                {fileFrame(3), longer, fileError},
-		"file of another kind":       {fileFrame(3), set(4, byte(kindHello)), fileError},
-		"file of another version":    {fileFrame(3), set(3, 2), fileError},
-		"file of another length":     {fileFrame(3), set(7, 3), fileError},
-		"header with a reserve":      {fileFrame(3), set(5, 1), fileError},
-		"header with other magic":    {fileFrame(3), set(0, 'x'), fileError},
+		"welcome cut off":                   {host, cut, welcomeError},
+		"welcome longer":                    {host, longer, welcomeError},
+		"welcome with more arenas":          {host, set(5, 4), welcomeError},
+		"welcome with fewer":                {host, set(5, 2), welcomeError},
+		"welcome without a count":           {host, func(b []byte) []byte { return b[:5] }, welcomeError},
+		"welcome with a rank twice":         {host, set(first+arenaBytes, 0, 0), welcomeError},
+		"welcome with rank 64":              {host, set(first+2*arenaBytes, 0, 64), welcomeError},
+		"welcome with rank 65535":           {host, set(first+2*arenaBytes, 255, 255), welcomeError},
+		"welcome with an empty rank":        {host, set(first+2, make([]byte, 8)...), welcomeError},
+		"welcome with 2^63 bytes":           {host, set(first+2, 0x80), welcomeError},
+		"ring of empty buffers":             {ring, set(1, 0, 0, 0, 0), welcomeError},
+		"ring of no buffers with bytes":     {ring, set(0, 0), welcomeError},
+		"ring of too many buffers":          {ring, set(0, maxBuffers+1), welcomeError},
+		"ring of too large buffers":         {ring, set(1, 0xff), welcomeError},
+		"ask without a copy":                {ask, func(b []byte) []byte { return b[:1] }, askError},
+		"ask without anything":              {ask, func([]byte) []byte { return nil }, askError},
+		"ask cut off":                       {ask, cut, askError},
+		"ask longer":                        {ask, longer, askError},
+		"ask for a buffer that is not":      {ask, set(0, 4), askError},
+		"ask for a rank that is not":        {ask, set(1, 0, 1), askError},
+		"ask for rank 65535":                {ask, set(1, 255, 255), askError},
+		"ask behind the arena":              {ask, set(9, 0x10, 0x00), askError},
+		"ask beyond its end":                {ask, set(14, 2), askError},
+		"ask at 2^63":                       {ask, set(3, 0x80), askError},
+		"ask for nothing":                   {ask, set(14, 0), askError},
+		"ask for more than a buffer":        {ask, set(1+copyBytes+10, 0, 0x10, 0, 0), askError},
+		"ask for 4 GiB":                     {ask, set(1+copyBytes+10, 0xff, 0xff, 0xff, 0xff), askError},
+		"ask for more copies than there be": {ask, func(b []byte) []byte { return append(b, bytes.Repeat(b[1:1+copyBytes], maxCopies)...) }, askError},
+		"answer without a buffer":           {filled, func([]byte) []byte { return nil }, filledError},
+		"answer for a buffer that is not":   {filled, set(0, 4), filledError},
+		"answer with a long reason":         {filled, func(b []byte) []byte { return append(b, make([]byte, maxReason)...) }, filledError},
 	} {
 		if err := tt.parse(bytes.Clone(tt.good)); err != nil {
 			t.Errorf("%s, before the change: %v", name, err)
 		}
-		if err := tt.parse(tt.change(bytes.Clone(tt.good))); !errors.Is(err, errGarbage) {
+		if err := tt.parse(tt.change(bytes.Clone(tt.good))); !errors.Is(err, rendezvous.ErrGarbage) {
 			t.Errorf("%s: %v, want garbage", name, err)
 		}
 	}
-	for _, n := range []int{0, 2} {
-		if _, err := parseRefusal(make([]byte, n)); !errors.Is(err, errGarbage) {
-			t.Errorf("refusal of %d bytes: %v, want garbage", n, err)
+}
+
+// What an owner says of its device is told, and is told to be its word.
+func TestReasonIsTold(t *testing.T) {
+	for _, reason := range []string{"device is dead", "", "two\nlines \xff", strings.Repeat("long ", 1000)} {
+		b := filledBody(7, errors.New(reason))
+		i, why, err := parseFilled(b, 8)
+		if i != 7 || why == nil || err != nil || len(b) > maxFilledBody || strings.Contains(why.Error(), "\n") {
+			t.Errorf("%.20q is told as %d, %v, %v", reason, i, why, err)
 		}
+		if !strings.Contains(why.Error(), strings.ToValidUTF8(reason[:min(len(reason), 3)], "")) {
+			t.Errorf("%.20q is told as %v", reason, why)
+		}
+	}
+	if i, why, err := parseFilled(filledBody(7, nil), 8); i != 7 || why != nil || err != nil {
+		t.Errorf("a buffer that is filled: %d, %v, %v", i, why, err)
 	}
 }
 
-func helloError(b []byte) error   { _, err := parseHello(body(b)); return err }
-func welcomeError(b []byte) error { _, err := parseWelcome(body(b)); return err }
-func fileError(b []byte) error    { return parseFile(b, 3) }
-
-func TestRefusalsAreTold(t *testing.T) {
-	for why, want := range map[refusal]error{refusedLife: transfer.ErrIdentity, refusedUser: transfer.ErrUnavailable, 99: errGarbage} {
-		if err := why.err(); !errors.Is(err, want) {
-			t.Errorf("refusal %d: %v, want %v", why, err, want)
-		}
-	}
-	if err := refusedFull.err(); errors.Is(err, transfer.ErrUnavailable) || errors.Is(err, errGarbage) {
-		t.Errorf("an owner that is full: %v", err)
-	}
-}
-
-// FuzzFrame: what either side takes from the other.
-func FuzzFrame(f *testing.F) {
-	f.Add(hello{owner: ownerLife, reader: readerLife}.encode())
-	f.Add(testWelcome.encode())
-	f.Add(fileFrame(7))
-	f.Add(frame(kindRefusal, []byte{1}))
-	f.Add([]byte("kvs"))
+// FuzzWelcome: what a reader takes from an owner.
+func FuzzWelcome(f *testing.F) {
+	f.Add(hostWelcome.encode())
+	f.Add(ringWelcome.encode())
 	f.Fuzz(func(t *testing.T, b []byte) {
-		c := bytes.NewReader(b)
-		k, got, err := receive(c, maxAnswerBody)
+		w, err := parseWelcome(b)
 		if err != nil {
 			return
 		}
-		if used := len(b) - c.Len(); used != headerBytes+len(got) {
-			t.Fatalf("%d bytes of the stream were taken for a frame of %d", used, headerBytes+len(got))
+		if !bytes.Equal(w.encode(), b) {
+			t.Fatalf("welcome %x is encoded as %x", b, w.encode())
 		}
-		whole := b[:headerBytes+len(got)]
-		if !bytes.Equal(frame(k, got), whole) {
-			t.Fatalf("%x is encoded as %x", whole, frame(k, got))
-		}
-		if h, err := parseHello(got); err == nil && k == kindHello && !bytes.Equal(h.encode(), whole) {
-			t.Fatalf("hello %x is encoded as %x", whole, h.encode())
-		}
-		w, err := parseWelcome(got)
-		if err == nil && k == kindWelcome && !bytes.Equal(w.encode(), whole) {
-			t.Fatalf("welcome %x is encoded as %x", whole, w.encode())
-		}
-		for rank := range maps.Keys(w.arenas) {
-			if rank < 0 || rank >= id.MaxRanks || w.arenas[rank] <= 0 {
-				t.Fatalf("welcome with %d bytes of rank %d", w.arenas[rank], rank)
+		for rank, size := range w.arenas {
+			if rank < 0 || rank >= id.MaxRanks || size <= 0 {
+				t.Fatalf("welcome with %d bytes of rank %d", size, rank)
 			}
 		}
-		_ = parseFile(whole, 7)
-		_, _ = parseRefusal(got)
+		if w.buffers < 0 || w.buffers > maxBuffers || w.bytes < 0 || w.bytes > maxBufferBytes {
+			t.Fatalf("a ring of %d buffers of %d bytes", w.buffers, w.bytes)
+		}
 	})
 }
 
-// FuzzDescriptor: what a peer says in Hello. Whatever it says names a file of
-// the rendezvous directory.
-func FuzzDescriptor(f *testing.F) {
-	f.Add(descriptor{host: "01234567-89ab-cdef-0123-456789abcdef", socket: servedPrefix + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}.encode())
-	f.Add([]byte("1 01234567-89ab-cdef-0123-456789abcdef ../../etc/passwd"))
-	f.Add([]byte("2 x"))
+// FuzzAsk: what an owner takes from a reader lies in its arenas, and in a buffer.
+func FuzzAsk(f *testing.F) {
+	f.Add(appendAsk(nil, 3, testAsk))
+	f.Add([]byte{0})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		d, err := parseDescriptor(b)
+		i, copies, err := parseAsk(nil, b, &ringWelcome)
 		if err != nil {
 			return
 		}
-		if !bytes.Equal(d.encode(), b) || strings.ContainsAny(d.socket, "/\x00 ") {
-			t.Fatalf("descriptor %q is %+v", b, d)
+		if again := appendAsk(nil, i, copies); !bytes.Equal(again, b) {
+			t.Fatalf("ask %x is encoded as %x", b, again)
+		}
+		if n := transfer.Bytes(copies); i >= ringWelcome.buffers || n <= 0 || n > int64(ringWelcome.bytes) || len(copies) > maxCopies {
+			t.Fatalf("%d bytes in %d copies for buffer %d", n, len(copies), i)
+		}
+		for _, c := range copies {
+			if !transfer.Inside(c.Remote, c.Bytes, testArenas[c.Rank]) {
+				t.Fatalf("%+v lies outside", c)
+			}
+		}
+	})
+}
+
+// FuzzFilled: what a reader takes as an answer.
+func FuzzFilled(f *testing.F) {
+	f.Add(filledBody(3, nil))
+	f.Add(filledBody(3, errors.New("device is dead")))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		i, why, err := parseFilled(b, 4)
+		if err == nil && (i < 0 || i >= 4 || (why == nil) != (len(b) == 1)) {
+			t.Fatalf("%x is %d, %v", b, i, why)
 		}
 	})
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // patience is how long a test waits for what must come.
@@ -21,8 +22,10 @@ var (
 
 // node is one side of a test.
 type node struct {
-	local transfer.Local
-	t     *Transport
+	local  transfer.Local
+	t      *Transport
+	dir    string               // where it listens
+	device *transfertest.Device // of the arena; nil: it is host memory
 }
 
 func newNode(t testing.TB, life id.Life, size int64) *node {
@@ -37,6 +40,27 @@ func newNode(t testing.TB, life id.Life, size int64) *node {
 	}
 	n := &node{local: transfer.Local{Life: life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}}
 	t.Cleanup(func() { n.drop(t) })
+	return n
+}
+
+// newDeviceNode is newNode with the arena on an emulated device of its own.
+func newDeviceNode(t testing.TB, life id.Life, size int64) *node {
+	t.Helper()
+	device := transfertest.NewDevice(transfertest.DeviceOptions{})
+	arena, err := device.Alloc(size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := device.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	n := newNode(t, life, 4096)
+	if err := n.local.Arenas[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	n.local.Arenas[0], n.device = arena, device
 	return n
 }
 
@@ -67,7 +91,7 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 			t.Error(err)
 		}
 	})
-	n.t = tr
+	n.t, n.dir = tr, o.Dir
 	return tr
 }
 
@@ -103,8 +127,8 @@ func short(t testing.TB) context.Context {
 	return ctx
 }
 
-// rendezvous is a directory that will do.
-func rendezvous(t testing.TB) string {
+// meeting is a directory that will do.
+func meeting(t testing.TB) string {
 	t.Helper()
 	dir := t.TempDir()
 	chmod(t, dir, 0o700)
@@ -125,7 +149,7 @@ func newPair(t testing.TB, size int64, o Options) (owner, reader *node) {
 	pattern(owner.arena(), 1)
 	pattern(reader.arena(), 2)
 	if o.Dir == "" {
-		o.Dir = rendezvous(t)
+		o.Dir = meeting(t)
 	}
 	owner.listen(t, o)
 	reader.listen(t, o)

@@ -2,69 +2,64 @@ package shm
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
-// script is an owner that does as play says with every connection, once the
-// hello has come. It ends with the test.
-func script(t testing.TB, dir string, play func(c *net.UnixConn)) transfer.Peer {
+// script is an owner that does as play says with every connection. It ends with
+// the test.
+func script(t testing.TB, dir string, play func(c *rendezvous.Conn) error) transfer.Peer {
 	t.Helper()
-	d, err := openDirectory(dir)
+	s, err := rendezvous.Listen(rendezvous.Options{Protocol: protocol(), Dir: dir, Life: ownerLife, Serve: play})
 	if err != nil {
 		t.Fatal(err)
 	}
-	name := newName()
-	l, err := d.listen(name)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var work sync.WaitGroup
-	work.Go(func() {
-		for {
-			c, err := l.AcceptUnix()
-			if err != nil {
-				return
-			}
-			work.Go(func() {
-				_ = c.SetDeadline(time.Now().Add(patience))
-				if _, _, err := receive(c, maxHelloBody); err == nil {
-					play(c)
-				}
-				_ = c.Close()
-			})
-		}
-	})
-	t.Cleanup(func() {
-		_ = l.Close()
-		work.Wait()
-		_ = d.remove(name)
-		_ = d.close()
-	})
-	host, err := bootID()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return transfer.Peer{Life: ownerLife, Descriptor: descriptor{host: host, socket: name}.encode(), ArenaBytes: map[id.Rank]int64{0: 64 << 10}}
+	t.Cleanup(func() { _ = s.Close() })
+	return transfer.Peer{Life: ownerLife, Descriptor: s.Descriptor(), ArenaBytes: map[id.Rank]int64{0: 64 << 10}}
 }
 
-// file is a memfd with these seals, or an ordinary file.
+// give greets, hands files over as they are labelled, and says what follows.
+func give(w welcome, files []labelled, then func(c *rendezvous.Conn) error) func(c *rendezvous.Conn) error {
+	return func(c *rendezvous.Conn) error {
+		if err := c.Welcome(w.encode()); err != nil {
+			return err
+		}
+		for _, f := range files {
+			if err := c.SendFile(f.label, f.file); err != nil {
+				return err
+			}
+		}
+		if err := c.Settle(); err != nil {
+			return err
+		}
+		if then == nil {
+			return c.Stand()
+		}
+		return then(c)
+	}
+}
+
+type labelled struct {
+	label uint16
+	file  *os.File
+}
+
+// file is a memfd with these seals.
 func file(t testing.TB, size int64, seals int) *os.File {
 	t.Helper()
 	fd, err := unix.MemfdCreate("lie", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -86,15 +81,15 @@ func file(t testing.TB, size int64, seals int) *os.File {
 
 // A hostile owner gets an error, and nothing of it is left here.
 func TestHostileOwner(t *testing.T) {
-	const shrink, table = unix.F_SEAL_SHRINK, memory.Words * 8
-	dir := rendezvous(t)
+	const shrink, table, ringBytes = unix.F_SEAL_SHRINK, memory.Words * 8, 2 * 4096
+	dir := meeting(t)
 	reader := newReader(t, dir, 64<<10)
-	seals, arena := file(t, table, shrink), file(t, 64<<10, shrink)
+	seals, arena, ring := file(t, table, shrink), file(t, 64<<10, shrink), file(t, ringBytes, shrink)
 	ordinary, err := os.Create(filepath.Join(t.TempDir(), "ordinary"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer ordinary.Close()
+	defer func() { _ = ordinary.Close() }()
 	if err := ordinary.Truncate(64 << 10); err != nil {
 		t.Fatal(err)
 	}
@@ -105,54 +100,33 @@ func TestHostileOwner(t *testing.T) {
 	if _, err := unix.FcntlInt(sparse.Fd(), unix.F_ADD_SEALS, shrink); err != nil {
 		t.Fatal(err)
 	}
-	greeting := welcome{owner: ownerLife, arenas: map[id.Rank]int64{0: 64 << 10}}
-	say := func(frames ...[]byte) func(c *net.UnixConn) {
-		return func(c *net.UnixConn) { _, _ = c.Write(slices.Concat(frames...)) }
-	}
-	// give greets and hands files over; nil is a frame without one.
-	give := func(files ...*os.File) func(c *net.UnixConn) {
-		return func(c *net.UnixConn) {
-			_, _ = c.Write(greeting.encode())
-			for i, f := range files {
-				frame := fileFrame([]int{sealTable, 0}[i%2])
-				if f == nil {
-					_, _ = c.Write(frame)
-				} else if memory.SendFile(c, frame, f) != nil {
-					return
-				}
-			}
-			_, _ = io.Copy(io.Discard, c)
-		}
-	}
+	host := welcome{arenas: map[id.Rank]int64{0: 64 << 10}}
+	device := welcome{buffers: 2, bytes: 4096, arenas: host.arenas}
+	both := func(table, arena *os.File) []labelled { return []labelled{{sealLabel, table}, {0, arena}} }
+	ringed := func(ring *os.File) []labelled { return []labelled{{sealLabel, seals}, {ringLabel, ring}} }
+	garbage := rendezvous.ErrGarbage
 	for name, tt := range map[string]struct {
-		play func(c *net.UnixConn)
+		play func(c *rendezvous.Conn) error
 		is   error
 		says string
 	}{
-		"hangs up":              {say(), io.EOF, ""},
-		"http":                  {say([]byte("HTTP/1.1 400 Bad Request\r\n\r\n")), errGarbage, ""},
-		"says hello too":        {say(hello{owner: ownerLife, reader: readerLife}.encode()), errGarbage, ""},
-		"welcome of 64 KiB":     {say([]byte("kvs\x01\x02\x00\xff\xff")), errGarbage, ""},
-		"half a welcome":        {say(greeting.encode()[:20]), io.ErrUnexpectedEOF, ""},
-		"another life":          {say(welcome{owner: readerLife}.encode()), transfer.ErrIdentity, readerLife.String()},
-		"refuses the life":      {say(frame(kindRefusal, []byte{1})), transfer.ErrIdentity, ""},
-		"refuses the user":      {say(frame(kindRefusal, []byte{2})), transfer.ErrUnavailable, "one user"},
-		"is full":               {say(frame(kindRefusal, []byte{3})), nil, "readers are connected"},
-		"refuses for no reason": {say(frame(kindRefusal, []byte{9})), errGarbage, ""},
-		"gives no files":        {say(greeting.encode()), io.EOF, ""},
-		"frame without a file":  {give(nil), nil, "no descriptor"},
-		"arena before the table": {func(c *net.UnixConn) {
-			_, _ = c.Write(greeting.encode())
-			_ = memory.SendFile(c, fileFrame(0), arena)
-		}, errGarbage, ""},
-		"less than it said":      {func(c *net.UnixConn) { lie(c, map[id.Rank]int64{0: 4096}, seals, arena) }, errGarbage, "said 65536"},
-		"without the rank":       {func(c *net.UnixConn) { lie(c, nil, seals) }, errGarbage, ""},
-		"table not sealed":       {give(file(t, table, 0), arena), nil, "sealed against shrinking"},
-		"arena not sealed":       {give(seals, file(t, 64<<10, unix.F_SEAL_GROW)), nil, "sealed against shrinking"},
-		"table too short":        {give(file(t, table-1, shrink), arena), nil, "want"},
-		"arena too short":        {give(seals, file(t, 64<<10-1, shrink)), nil, "want"},
-		"arena without memory":   {give(seals, sparse), nil, "lacks the memory"},
-		"arena an ordinary file": {give(seals, ordinary), nil, "not a memfd"},
+		"says nothing of arenas": {func(c *rendezvous.Conn) error { return c.Welcome(nil) }, garbage, ""},
+		"gives no files":         {func(c *rendezvous.Conn) error { return c.Welcome(host.encode()) }, io.EOF, ""},
+		"arena before the table": {give(host, []labelled{{0, arena}}, nil), garbage, ""},
+		"less than it said":      {give(welcome{arenas: map[id.Rank]int64{0: 4096}}, both(seals, arena), nil), garbage, "said 65536"},
+		"without the rank":       {give(welcome{}, both(seals, arena)[:1], nil), garbage, ""},
+		"table not sealed":       {give(host, both(file(t, table, 0), arena), nil), nil, "sealed against shrinking"},
+		"arena not sealed":       {give(host, both(seals, file(t, 64<<10, unix.F_SEAL_GROW)), nil), nil, "sealed against shrinking"},
+		"table too short":        {give(host, both(file(t, table-1, shrink), arena), nil), nil, "want"},
+		"arena too short":        {give(host, both(seals, file(t, 64<<10-1, shrink)), nil), nil, "want"},
+		"arena without memory":   {give(host, both(seals, sparse), nil), nil, "lacks the memory"},
+		"arena an ordinary file": {give(host, both(seals, ordinary), nil), nil, "not a memfd"},
+		"arena for a ring":       {give(device, both(seals, arena), nil), garbage, ""},
+		"ring for an arena":      {give(host, ringed(ring), nil), garbage, ""},
+		"ring not sealed":        {give(device, ringed(file(t, ringBytes, 0)), nil), nil, "sealed against shrinking"},
+		"ring too short":         {give(device, ringed(file(t, ringBytes-1, shrink)), nil), nil, "want"},
+		"ring without memory":    {give(device, ringed(sparse), nil), nil, "lacks the memory"},
+		"ring of a lesser arena": {give(welcome{buffers: 2, bytes: 4096, arenas: map[id.Rank]int64{0: 4096}}, ringed(ring), nil), garbage, "said 65536"},
 	} {
 		peer := script(t, dir, tt.play)
 		files, maps := openFiles(t), mappings(t)
@@ -172,50 +146,53 @@ func TestHostileOwner(t *testing.T) {
 		t.Errorf("stats %+v", s)
 	}
 
-	// One that says something afterwards loses its link.
-	peer := script(t, dir, func(c *net.UnixConn) {
-		lie(c, greeting.arenas, seals, arena)
-		_, _ = c.Write([]byte("x"))
-		_, _ = io.Copy(io.Discard, c)
-	})
-	l, err := reader.t.Open(short(t), peer)
-	if err == nil {
-		eventually(t, "the link of an owner that talks is open", func() bool { return reader.t.Stats().Links == 0 })
-		err = l.Read(short(t), []transfer.Seal{{Value: 1}}, nil)
+	// One that says something that it may not loses its link.
+	say := func(k rendezvous.Kind, body []byte) func(c *rendezvous.Conn) error {
+		return func(c *rendezvous.Conn) error { return errors.Join(c.Send(k, body), c.Stand()) }
 	}
-	if !errors.Is(err, errGarbage) || !errors.Is(err, transfer.ErrClosed) {
-		t.Errorf("an owner that talks: %v, want that it has and that the link is closed", err)
+	for name, play := range map[string]func(c *rendezvous.Conn) error{
+		"talks":                            give(host, both(seals, arena), say(kindFilled, filledBody(0, nil))),
+		"asks":                             give(device, ringed(ring), say(kindAsk, appendAsk(nil, 0, testAsk))),
+		"answers what nobody has asked":    give(device, ringed(ring), say(kindFilled, filledBody(1, nil))),
+		"answers for what is not there":    give(device, ringed(ring), say(kindFilled, filledBody(2, nil))),
+		"answers without saying for which": give(device, ringed(ring), say(kindFilled, nil)),
+		"talks without end":                give(device, ringed(ring), say(kindFilled, make([]byte, 60000))),
+	} {
+		l, err := reader.t.Open(short(t), script(t, dir, play))
+		if err == nil {
+			eventually(t, "the link of an owner that "+name+" is open", func() bool { return reader.t.Stats().Links == 0 })
+			err = l.Read(short(t), []transfer.Seal{{Value: 1}}, nil)
+		}
+		if !errors.Is(err, garbage) || !errors.Is(err, transfer.ErrClosed) {
+			t.Errorf("an owner that %s: %v, want that it has and that the link is closed", name, err)
+		}
 	}
 }
 
 // A link whose connection has ended says that it is closed, since it never reads
 // again, and another one can be opened.
 func TestLinkEndsWithItsConnection(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{})
-	seal := owner.hold(1, 1)
-	l := open(t, reader, owner.peer())
-	owner.t.server.mu.Lock()
-	for c := range owner.t.server.conns {
-		_ = c.CloseWrite()
-	}
-	owner.t.server.mu.Unlock()
+	dir := meeting(t)
+	reader := newReader(t, dir, 64<<10)
+	seals, arena := file(t, memory.Words*8, unix.F_SEAL_SHRINK), file(t, 64<<10, unix.F_SEAL_SHRINK)
+	hangUp := make(chan struct{})
+	play := give(welcome{arenas: map[id.Rank]int64{0: 64 << 10}}, []labelled{{sealLabel, seals}, {0, arena}}, func(*rendezvous.Conn) error {
+		<-hangUp
+		return nil
+	})
+	peer := script(t, dir, play)
+	l := open(t, reader, peer)
+	close(hangUp)
 	eventually(t, "the link stands", func() bool { return reader.t.Stats().Links == 0 })
-	err := l.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 10}})
+	err := l.Read(short(t), []transfer.Seal{{Value: 1}}, []transfer.Copy{{Bytes: 10}})
 	if !errors.Is(err, transfer.ErrClosed) || !strings.Contains(err.Error(), "the peer has hung up") {
 		t.Errorf("Read: %v, want ErrClosed and why", err)
 	}
+	owner := newNode(t, ownerLife, 64<<10)
+	owner.listen(t, Options{Dir: dir})
+	seal := owner.hold(1, 1)
 	if err := open(t, reader, owner.peer()).Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 10}}); err != nil {
 		t.Errorf("Read on another link: %v", err)
-	}
-}
-
-// lie greets with these arenas and hands these files over.
-func lie(c *net.UnixConn, arenas map[id.Rank]int64, files ...*os.File) {
-	_, _ = c.Write(welcome{owner: ownerLife, arenas: arenas}.encode())
-	for i, f := range files {
-		if memory.SendFile(c, fileFrame([]int{sealTable, 0}[i]), f) != nil {
-			return
-		}
 	}
 }
 
@@ -238,220 +215,51 @@ func mappings(t testing.TB) int {
 	return bytes.Count(b, []byte("memfd:"))
 }
 
-// An owner that accepts and says nothing costs the dial time.
-func TestMuteOwner(t *testing.T) {
-	dir := rendezvous(t)
-	n := newNode(t, readerLife, 4096)
-	n.listen(t, Options{Dir: dir, Limits: transfer.Limits{Dial: 100 * time.Millisecond}})
-	peer := script(t, dir, func(c *net.UnixConn) { _, _ = io.Copy(io.Discard, c) })
-	started := time.Now()
-	_, err := n.t.Open(short(t), peer)
-	if took := time.Since(started); !errors.Is(err, transfer.ErrStalled) || took < 80*time.Millisecond || took > 5*time.Second {
-		t.Errorf("Open: %v after %v, want ErrStalled after the dial time", err, took)
-	}
-	patient := newNode(t, readerLife, 4096)
-	patient.listen(t, Options{Dir: dir, Limits: transfer.Limits{Dial: time.Hour}})
-	started = time.Now()
-	_, err = patient.t.Open(short(t), peer)
-	if took := time.Since(started); !errors.Is(err, transfer.ErrStalled) || !strings.Contains(err.Error(), "within 2s") || took < maxHandshake {
-		t.Errorf("Open with a long dial time: %v after %v, want ErrStalled after %v", err, took, maxHandshake)
-	}
-	done := make(chan error, 1)
-	go func() { _, err := patient.t.Open(short(t), peer); done <- err }()
-	eventually(t, "no link is being opened", func() bool { return patient.t.Stats().Links == 1 })
-	if err := patient.t.Close(); err != nil {
-		t.Error(err)
-	}
-	if err := <-done; !errors.Is(err, transfer.ErrClosed) {
-		t.Errorf("Open while the transport closes: %v", err)
-	}
+// acting is a reader that does as a test says.
+type acting struct {
+	attach func(c *rendezvous.Conn) error
+	watch  func(c *rendezvous.Conn) error
 }
 
-// dial connects to an owner as anybody may.
-func dial(t testing.TB, n *node) *net.UnixConn {
+func (a acting) Attach(_ context.Context, c *rendezvous.Conn) error { return a.attach(c) }
+func (a acting) Watch(c *rendezvous.Conn) error                     { return a.watch(c) }
+func (acting) Release()                                             {}
+
+// meets is a reader in a directory that has no transport.
+func meets(t testing.TB, dir string) *rendezvous.Server {
 	t.Helper()
-	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: n.t.dir.at(n.t.server.socket), Net: "unix"})
+	s, err := rendezvous.Listen(rendezvous.Options{Protocol: protocol(), Dir: dir, Life: readerLife, Serve: (*rendezvous.Conn).Stand})
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = c.Close() })
-	_ = c.SetDeadline(time.Now().Add(patience))
-	return c
+	t.Cleanup(func() { _ = s.Close() })
+	return s
 }
 
-func TestHostileReader(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{})
-	seal := owner.hold(1, 1)
-	l := open(t, reader, owner.peer())
-	good := hello{owner: ownerLife, reader: readerLife}.encode()
-	set := func(at int, to ...byte) []byte {
-		b := slices.Clone(good)
-		copy(b[at:], to)
-		return b
-	}
-	for name, b := range map[string][]byte{
-		"http":                   []byte("GET / HTTP/1.1\r\n\r\n"),
-		"zeros":                  make([]byte, 100),
-		"a welcome":              testWelcome.encode(),
-		"hello of 64 KiB":        set(6, 0xff, 0xff),
-		"hello of a longer name": set(headerBytes, 0xff),
-		"hello of a bad name":    set(headerBytes+1, 0xff),
-		"another version":        set(3, 9),
-		"hello, hello":           slices.Concat(good, good),
-	} {
-		before := owner.t.Stats().Garbage
-		c := dial(t, owner)
-		if _, err := c.Write(b); err != nil {
-			t.Fatal(err)
-		}
-		eventually(t, name+" is not counted", func() bool { return owner.t.Stats().Garbage == before+1 })
-		eventually(t, name+" is still connected", func() bool { return owner.t.Stats().Accepted == 1 })
-		if err := l.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 10}}); err != nil {
-			t.Fatalf("after %s, a good read: %v", name, err)
-		}
-	}
-	c := dial(t, owner)
-	if _, err := c.Write(hello{owner: readerLife, reader: readerLife}.encode()); err != nil {
-		t.Fatal(err)
-	}
-	if k, b, err := receive(c, maxAnswerBody); k != kindRefusal || err != nil || b[0] != byte(refusedLife) {
-		t.Errorf("a hello for another life is answered by %v %x, %v", k, b, err)
-	}
-	eventually(t, "a hello for another life is not counted", func() bool { s := owner.t.Stats(); return s.Strangers == 1 && s.Served == 2 })
-}
-
-// Who says nothing loses its connection, and makes room before.
-func TestStrangersMakeRoom(t *testing.T) {
-	// The owner starts last: a start looks for old sockets, and is a stranger to
-	// those that are served.
-	o := Options{Dir: rendezvous(t), Limits: transfer.Limits{Dial: time.Hour}}
-	reader, owner := newNode(t, readerLife, 4096), newNode(t, ownerLife, 4096)
-	reader.listen(t, o)
-	owner.listen(t, o)
-	owner.t.server.mu.Lock()
-	owner.t.server.max = 4
-	owner.t.server.mu.Unlock()
-	var strangers []*net.UnixConn
-	for n := range 3 {
-		strangers = append(strangers, dial(t, owner))
-		eventually(t, "a stranger is not accepted", func() bool {
-			return owner.t.Stats().Accepted == min(n+1, 2) && owner.t.Stats().Evicted == uint64(max(0, n-1))
-		})
-	}
-	if _, err := strangers[0].Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
-		t.Errorf("the oldest stranger: %v, want its end", err)
-	}
-	var links []*link
-	for range 4 {
-		links = append(links, open(t, reader, owner.peer()))
-	}
-	eventually(t, "four links are not all there are", func() bool { s := owner.t.Stats(); return s.Accepted == 4 && s.Served == 4 })
-	if _, err := reader.t.Open(short(t), owner.peer()); err == nil || !strings.Contains(err.Error(), "readers are connected") {
-		t.Errorf("one link too many: %v", err)
-	}
-	_ = links[0].Close()
-	eventually(t, "a link that was closed counts", func() bool { return owner.t.Stats().Accepted == 3 })
-	open(t, reader, owner.peer())
-
-	impatient := newNode(t, ownerLife, 4096)
-	impatient.listen(t, Options{Dir: rendezvous(t), Limits: transfer.Limits{Dial: 50 * time.Millisecond}})
-	if _, err := dial(t, impatient).Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
-		t.Errorf("a stranger that says nothing: %v, want the end of its connection", err)
-	}
-}
-
-func TestUsersAllowed(t *testing.T) {
-	for _, tt := range []struct {
-		theirs, ours, unmapped int
-		ok                     bool
-	}{
-		{1000, 1000, -1, true},
-		{0, 1000, -1, true},
-		{0, 0, -1, true},
-		{65534, 65534, -1, true},
-		{1001, 1000, -1, false},
-		{1000, 0, -1, false},
-		{65534, 0, -1, false},
-		{65534, 65534, 65534, false},
-		{65534, 0, 65534, false},
-		{1000, 1000, 65534, true},
-	} {
-		if err := allowed(tt.theirs, tt.ours, tt.unmapped); (err == nil) != tt.ok || err != nil && !errors.Is(err, errUser) {
-			t.Errorf("user %d at user %d, where %d is unmapped: %v", tt.theirs, tt.ours, tt.unmapped, err)
-		}
-	}
-}
-
-// A process of another user is refused, even if the directory were open.
-func TestAnotherUserIsRefused(t *testing.T) {
-	if os.Getuid() != 0 {
-		t.Skip("only root can be another user")
-	}
-	dir, err := os.MkdirTemp("/tmp", "shm") // t.TempDir is closed to others
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+// The files of seals and arenas that a reader gets can't be written.
+func TestFilesAreForReading(t *testing.T) {
+	dir := meeting(t)
 	owner := newNode(t, ownerLife, 4096)
 	owner.listen(t, Options{Dir: dir})
-	chmod(t, dir, 0o711)
-	path := owner.t.dir.address(owner.t.server.socket)
-	chmod(t, path, 0o777)
-	type answer struct {
-		kind kind
-		body []byte
-		err  error
-	}
-	done := make(chan answer, 1)
-	go func() { // the thread has another user for the rest of its life
-		runtime.LockOSThread()
-		a := answer{}
-		defer func() { done <- a }()
-		if _, _, e := unix.RawSyscall(unix.SYS_SETRESUID, 4242, 4242, 4242); e != 0 {
-			a.err = e
-			return
+	_, err := meets(t, dir).Open(short(t), owner.peer(), acting{attach: func(c *rendezvous.Conn) error {
+		for _, label := range []uint16{sealLabel, 0} {
+			f, err := c.ReceiveFile(label)
+			if err != nil {
+				return err
+			}
+			if r, err := memory.Map(f, 4096, true); err == nil {
+				_ = r.Close()
+				t.Errorf("a reader can map the owner's memory of label %d for writing", label)
+			}
 		}
-		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
-			a.err = err
-			return
-		}
-		f := os.NewFile(uintptr(fd), "socket")
-		defer f.Close()
-		if a.err = unix.Connect(fd, &unix.SockaddrUnix{Name: path}); a.err == nil {
-			a.kind, a.body, a.err = receive(f, maxAnswerBody)
-		}
-	}()
-	a := <-done
-	if a.err != nil || a.kind != kindRefusal || len(a.body) != 1 || a.body[0] != byte(refusedUser) {
-		t.Errorf("another user is answered by %v %x, %v", a.kind, a.body, a.err)
-	}
-	eventually(t, "not counted", func() bool { return owner.t.Stats().Strangers == 1 })
-}
-
-// The files that a reader gets can't be written.
-func TestFilesAreForReading(t *testing.T) {
-	owner, _ := newPair(t, 4096, Options{})
-	c := dial(t, owner)
-	if _, err := c.Write(hello{owner: ownerLife, reader: readerLife}.encode()); err != nil {
-		t.Fatal(err)
-	}
-	if k, _, err := receive(c, maxAnswerBody); k != kindWelcome || err != nil {
-		t.Fatalf("%v, %v, want a welcome", k, err)
-	}
-	for range 2 {
-		_, f, err := memory.ReceiveFile(c, make([]byte, fileBytes))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if r, err := memory.Map(f, 4096, true); err == nil {
-			_ = r.Close()
-			t.Error("a reader can map the owner's memory for writing")
-		}
+		return io.EOF
+	}})
+	if !errors.Is(err, io.EOF) {
+		t.Error(err)
 	}
 }
 
-// Close of an owner returns when its readers have let go, or don't in time.
+// Close of an owner returns when its readers have let go.
 func TestOwnerWaitsForItsReaders(t *testing.T) {
 	const size = 8 << 20
 	owner, reader := newPair(t, size, Options{Workers: 2, Limits: transfer.Limits{Stall: patience}})
@@ -470,32 +278,28 @@ func TestOwnerWaitsForItsReaders(t *testing.T) {
 	if n := mappings(t); n != before {
 		t.Errorf("the owner has closed, and a reader maps its memory: %d mappings, %d before", n, before)
 	}
-	if err := <-done; !errors.Is(err, errGone) {
+	if err := <-done; !errors.Is(err, rendezvous.ErrGone) {
 		t.Errorf("Read: %v", err)
-	}
-
-	stubborn := newNode(t, ownerLife, 4096)
-	stubborn.listen(t, Options{Dir: rendezvous(t), Limits: transfer.Limits{Stall: 50 * time.Millisecond}})
-	c := dial(t, stubborn)
-	if _, err := c.Write(hello{owner: ownerLife, reader: readerLife}.encode()); err != nil {
-		t.Fatal(err)
-	}
-	eventually(t, "not served", func() bool { return stubborn.t.Stats().Served == 1 })
-	started := time.Now()
-	if err := stubborn.t.Close(); err != nil {
-		t.Error(err)
-	}
-	if took := time.Since(started); took < 40*time.Millisecond || took > 5*time.Second {
-		t.Errorf("Close took %v with a reader that does not let go, want the stall time", took)
 	}
 }
 
 // Whatever way peers come and go, nothing of them is left.
 func TestPeerRestartsLeaveNothing(t *testing.T) {
-	dir := rendezvous(t)
-	reader := newReader(t, dir, 64<<10)
+	for name, device := range map[string]bool{"host": false, "device": true} {
+		t.Run(name, func(t *testing.T) { testRestarts(t, device) })
+	}
+}
+
+func testRestarts(t *testing.T, device bool) {
+	dir := meeting(t)
+	made := newNode
+	if device {
+		made = newDeviceNode
+	}
+	reader := made(t, readerLife, 64<<10)
+	reader.listen(t, Options{Dir: dir})
 	round := func(n int) {
-		owner := newNode(t, id.Life{Node: "owner", Incarnation: id.Incarnation(n + 1)}, 64<<10)
+		owner := made(t, id.Life{Node: "owner", Incarnation: id.Incarnation(n + 1)}, 64<<10)
 		o, err := Listen(Options{Local: owner.local, Dir: dir})
 		if err != nil {
 			t.Fatal(err)
@@ -529,8 +333,8 @@ func TestPeerRestartsLeaveNothing(t *testing.T) {
 	}
 	var before string
 	eventually(t, "it does not settle", func() bool { last := before; before = count(); return last == before })
-	for n := range 200 {
+	for n := range 40 {
 		round(n + 1)
 	}
-	eventually(t, before+" before 200 restarts, other numbers after them", func() bool { return count() == before })
+	eventually(t, before+" before 40 restarts, other numbers after them", func() bool { return count() == before })
 }

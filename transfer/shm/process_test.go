@@ -3,12 +3,14 @@ package shm
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -16,16 +18,23 @@ import (
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-// ownerEnv makes the test binary an owner: it is the JSON of an ownerSpec.
+// ownerEnv makes the test binary an owner, or a reader: it is the JSON of an ownerSpec.
 const ownerEnv = "KVFERRY_SHM_TEST_OWNER"
 
 type ownerSpec struct {
-	Life  id.Life
-	Dir   string
-	Bytes int64
-	Seed  int
+	Life   id.Life
+	Dir    string
+	Bytes  int64
+	Seed   int
+	Device bool // the arena is on an emulated device, whose copies take a while
+
+	// Of is whom the process is to read, over and over, instead of being one.
+	Of   *transfer.Peer
+	Seal transfer.Seal
 }
 
 // ownerReady is what the process prints when it serves.
@@ -53,16 +62,25 @@ func ownerServe() error {
 	if err != nil {
 		return err
 	}
-	arena, err := memory.New("shm test", spec.Bytes)
+	place := transfertest.Host
+	if spec.Device {
+		place = transfertest.NewDevice(transfertest.DeviceOptions{Delay: time.Millisecond}).Alloc
+	}
+	arena, err := place(spec.Bytes)
 	if err != nil {
 		return err
 	}
-	pattern(arena.Bytes(), spec.Seed)
+	b := make([]byte, arena.Size())
+	pattern(b, spec.Seed)
+	transfertest.Poke(arena, 0, b)
 	value, _ := id.SealValue(spec.Life.Incarnation, 1)
 	seals.Store(3, value)
 	tr, err := Listen(Options{Local: transfer.Local{Life: spec.Life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, Dir: spec.Dir})
 	if err != nil {
 		return err
+	}
+	if spec.Of != nil {
+		return readAgain(tr, spec)
 	}
 	line, err := json.Marshal(ownerReady{Descriptor: tr.Descriptor(), Bytes: arena.Size(), Seal: transfer.Seal{Index: 3, Value: value}})
 	if err != nil {
@@ -71,6 +89,20 @@ func ownerServe() error {
 	fmt.Println(string(line))
 	_, err = io.Copy(io.Discard, os.Stdin)
 	return errors.Join(err, tr.Close())
+}
+
+// readAgain reads all of an owner's arena until it fails.
+func readAgain(tr *Transport, spec ownerSpec) error {
+	ctx := context.Background()
+	l, err := tr.Open(ctx, *spec.Of)
+	if err != nil {
+		return err
+	}
+	fmt.Println("{}")
+	for err == nil {
+		err = l.Read(ctx, []transfer.Seal{spec.Seal}, []transfer.Copy{{Bytes: spec.Bytes}})
+	}
+	return err
 }
 
 // ownerNode is an owner in a process of its own.
@@ -165,7 +197,7 @@ func TestOwnerInAnotherProcess(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			const size = 8 << 20
-			dir := rendezvous(t)
+			dir := meeting(t)
 			reader := newReader(t, dir, size)
 			owner := startOwner(t, ownerSpec{Life: ownerLife, Dir: dir, Bytes: size, Seed: 5}, below...)
 			l := open(t, reader, owner.peer)
@@ -180,7 +212,7 @@ func TestOwnerInAnotherProcess(t *testing.T) {
 			owner.stop(t)
 			eventually(t, "the memory of a peer that has ended is mapped", func() bool { return reader.t.Stats().Links == 0 })
 			err := l.Read(short(t), []transfer.Seal{owner.seal}, []transfer.Copy{{Bytes: 1}})
-			if e, ok := errors.AsType[*transfer.Error](err); !ok || !errors.Is(err, errGone) || e.Peer != ownerLife || e.Total != 1 {
+			if e, ok := errors.AsType[*transfer.Error](err); !ok || !errors.Is(err, rendezvous.ErrGone) || e.Peer != ownerLife || e.Total != 1 {
 				t.Errorf("Read of an owner that has ended: %v", err)
 			}
 		})
@@ -190,8 +222,8 @@ func TestOwnerInAnotherProcess(t *testing.T) {
 // An owner that is killed while it is read takes nobody with it: the read ends
 // with an error, and the next life can be read at once.
 func TestOwnerIsKilledWhileItIsRead(t *testing.T) {
-	const size, rounds = 16 << 20, 50
-	dir := rendezvous(t)
+	const size, rounds = 16 << 20, 20
+	dir := meeting(t)
 	reader := newReader(t, dir, size)
 	long := make([]transfer.Copy, 4000) // a minute of work
 	for i := range long {
@@ -215,7 +247,7 @@ func TestOwnerIsKilledWhileItIsRead(t *testing.T) {
 		select {
 		case err := <-done:
 			e, ok := errors.AsType[*transfer.Error](err)
-			if !ok || !errors.Is(err, errGone) || e.Peer != life || e.Done == 0 || reader.t.Stats().ReadBytes-before != uint64(e.Done) {
+			if !ok || !errors.Is(err, rendezvous.ErrGone) || e.Peer != life || e.Done == 0 || reader.t.Stats().ReadBytes-before != uint64(e.Done) {
 				t.Fatalf("round %d: %v", round, err)
 			}
 		case <-time.After(patience):
@@ -232,6 +264,79 @@ func TestOwnerIsKilledWhileItIsRead(t *testing.T) {
 	third.listen(t, Options{Dir: dir})
 	if names := sockets(t, dir); len(names) != 2 {
 		t.Errorf("%v is in the directory after a start, want the two that are served", names)
+	}
+}
+
+// An owner that is killed while its device fills a buffer ends the read, and a new
+// life can be read at once.
+func TestOwnerIsKilledWhileItGathers(t *testing.T) {
+	const size, rounds = 4 << 20, 10
+	dir := meeting(t)
+	for name, made := range map[string]func(testing.TB, id.Life, int64) *node{"to host": newNode, "to a device": newDeviceNode} {
+		t.Run(name, func(t *testing.T) {
+			reader := made(t, readerLife, size)
+			reader.listen(t, Options{Dir: dir})
+			files := 0
+			for round := range rounds {
+				life := id.Life{Node: "owner", Incarnation: id.Incarnation(1000 + round)}
+				owner := startOwner(t, ownerSpec{Life: life, Dir: dir, Bytes: size, Seed: round, Device: true})
+				l := open(t, reader, owner.peer)
+				before := reader.t.Stats().ReadBytes
+				done := testDone(l, owner.seal, slices.Repeat([]transfer.Copy{{Bytes: size}}, 4000))
+				if err := l.Read(short(t), []transfer.Seal{owner.seal}, []transfer.Copy{{Remote: 10, Bytes: 4096}}); err != nil {
+					t.Fatal(err)
+				}
+				owner.kill()
+				killed := time.Now()
+				err := <-done
+				if took := time.Since(killed); !errors.Is(err, rendezvous.ErrGone) || took > 2*time.Second {
+					t.Errorf("round %d: the read ended %v after the owner: %v", round, took, err)
+				}
+				if reader.t.Stats().ReadBytes == before {
+					t.Errorf("round %d: nothing had landed", round)
+				}
+				eventually(t, "the ring of a peer that was killed is mapped", func() bool { return reader.t.Stats().Links == 0 })
+				if now := openFiles(t); files != 0 && now > files {
+					t.Errorf("round %d: %d files are open, %d before", round, now, files)
+				} else if files == 0 {
+					files = now
+				}
+			}
+			if reader.device != nil {
+				eventually(t, "copies are under way", func() bool { return reader.device.Counts().Live == 0 })
+			}
+		})
+	}
+}
+
+func testDone(l *link, seal transfer.Seal, copies []transfer.Copy) <-chan error {
+	done := make(chan error, 1)
+	go func() { done <- l.Read(context.Background(), []transfer.Seal{seal}, copies) }()
+	return done
+}
+
+// A reader that is killed while its device empties buffers leaves nothing at the
+// owner, and is nobody's trouble.
+func TestReaderIsKilledWhileItScatters(t *testing.T) {
+	const size, rounds = 4 << 20, 10
+	dir := meeting(t)
+	owner := newDeviceNode(t, ownerLife, size)
+	owner.listen(t, Options{Dir: dir})
+	seal, peer := owner.hold(1, 1), owner.peer()
+	pinned := owner.device.Counts().Pinned
+	for round := range rounds {
+		life := id.Life{Node: "reader", Incarnation: id.Incarnation(1000 + round)}
+		staged := owner.t.Stats().StagedBytes
+		reader := startOwner(t, ownerSpec{Life: life, Dir: dir, Bytes: size, Device: round%2 == 0, Of: &peer, Seal: seal})
+		eventually(t, "nothing is read", func() bool { return owner.t.Stats().StagedBytes > staged+size })
+		reader.kill()
+		eventually(t, "something of a reader that was killed is left", func() bool {
+			s, c := owner.t.Stats(), owner.device.Counts()
+			return s.Accepted == 0 && s.Rings == 0 && c.Pinned == pinned && c.Live == 0 && c.Unwaited == 0
+		})
+	}
+	if s := owner.t.Stats(); s.Served != rounds || s.Garbage != 0 {
+		t.Errorf("stats %+v", s)
 	}
 }
 

@@ -22,6 +22,14 @@ const (
 	pieceBytes  = 1 << 20
 	pieceCopies = 256 // 8 KiB of them, on the stack of each hand
 	turnBytes   = 4 << 20
+
+	// handBuffers is how many a hand uses at most.
+	handBuffers = 8
+)
+
+var (
+	errTotal = fmt.Errorf("the read took longer than its total time: %w", transfer.ErrStalled)
+	errStall = fmt.Errorf("no buffer was filled, or emptied, for the stall time; look at the devices of both nodes: %w", transfer.ErrStalled)
 )
 
 // Read is [transfer.Link.Read].
@@ -33,7 +41,7 @@ func (l *link) Read(ctx context.Context, seals []transfer.Seal, copies []transfe
 		return nil
 	}
 	return &transfer.Error{
-		Transport: Name, Peer: l.peer.Life, Address: l.address,
+		Transport: Name, Peer: l.peer.Life, Address: l.hold.Address(),
 		Done: done, Total: total, Took: time.Since(started), Err: err,
 	}
 }
@@ -51,10 +59,10 @@ func (t *Transport) count(done int64, err error) {
 }
 
 func (l *link) read(ctx context.Context, started time.Time, seals []transfer.Seal, copies []transfer.Copy) (done, total int64, err error) {
-	if err := l.begin(); err != nil {
+	if err := l.hold.Begin(); err != nil {
 		return 0, max(0, transfer.Bytes(copies)), err
 	}
-	defer l.reads.Done()
+	defer l.hold.Done()
 	if total, err = transfer.Check(seals, copies, l.sizes); err != nil {
 		return 0, total, err
 	}
@@ -64,12 +72,8 @@ func (l *link) read(ctx context.Context, started time.Time, seals []transfer.Sea
 	if err := l.held(seals); err != nil { // saves the work
 		return 0, total, err
 	}
-	p := pull{l: l, deadline: deadline(started, l.t.limits.Total(total)), cutter: transfer.Cut(copies, pieceBytes, pieceCopies), more: len(copies) > 0}
-	if hands := min(int64(cap(l.t.workers.slots)), (total+pieceBytes-1)/pieceBytes); hands > 1 {
-		p.together(ctx, int(hands))
-	} else {
-		p.work(ctx)
-	}
+	p := pull{l: l, deadline: deadline(started, l.t.limits.Total(total)), more: len(copies) > 0}
+	p.run(ctx, total, copies)
 	if p.err != nil {
 		return p.done, total, p.err
 	}
@@ -78,18 +82,12 @@ func (l *link) read(ctx context.Context, started time.Time, seals []transfer.Sea
 	return p.done, total, l.held(seals)
 }
 
-// deadline does not overflow.
-func deadline(from time.Time, d time.Duration) time.Time {
-	const century = 100 * 365 * 24 * time.Hour
-	return from.Add(min(d, century))
-}
-
 // sizes are those of a rank's arenas there and here.
 func (l *link) sizes(rank id.Rank) (remote, local int64, ok bool) {
-	if rank < 0 || rank >= id.MaxRanks || l.arenas[rank].mapped == nil {
+	if rank < 0 || rank >= id.MaxRanks || l.arenas[rank].there == 0 {
 		return 0, 0, false
 	}
-	return int64(len(l.arenas[rank].remote)), int64(len(l.arenas[rank].local)), true
+	return l.arenas[rank].there, l.arenas[rank].here, true
 }
 
 // held looks at the peer's seal words.
@@ -105,6 +103,8 @@ func (l *link) held(seals []transfer.Seal) (err error) {
 type pull struct {
 	l        *link
 	deadline time.Time
+	buffers  chan *slot // of whatever the pieces go through; nil: nothing
+	each     int        // how many of them a hand uses at a time
 
 	mu     sync.Mutex
 	cutter transfer.Cutter
@@ -113,13 +113,42 @@ type pull struct {
 	err    error // of the first hand that failed
 }
 
-// together works with several hands, and returns when all have.
-func (p *pull) together(ctx context.Context, hands int) {
+// run moves all copies, by as many hands as there are workers and work for.
+func (p *pull) run(ctx context.Context, total int64, copies []transfer.Copy) {
+	workers := int64(cap(p.l.t.workers.slots))
+	switch ring, own := p.l.ring, p.l.t.staging; {
+	case ring != nil:
+		// A device empties buffers by itself, so that one hand does.
+		hands := min(workers, int64(len(ring.slots)+1)/2)
+		if own != nil {
+			hands = 1
+		}
+		p.buffers = ring.free
+		p.each = min(handBuffers, max(1, len(ring.slots)/int(hands)))
+		p.together(ctx, total, copies, hands, int64(ring.size), maxCopies, (*pull).stage)
+	case own != nil:
+		p.buffers, p.each = own.free, 2
+		p.together(ctx, total, copies, workers, int64(own.size), maxCopies, (*pull).stage)
+	default:
+		p.together(ctx, total, copies, workers, pieceBytes, pieceCopies, (*pull).work)
+		return
+	}
+	p.landed(nil, p.over(ctx)) // a device may have been waited for long after the read was to end
+}
+
+// together lets hands of them work on pieces of so many bytes and copies, fewer
+// if there are fewer pieces, and returns when all have ended.
+func (p *pull) together(ctx context.Context, total int64, copies []transfer.Copy, hands, bytes int64, count int, hand func(*pull, context.Context)) {
+	p.cutter = transfer.Cut(copies, bytes, count)
+	if hands = min(hands, (total+bytes-1)/bytes); hands <= 1 {
+		hand(p, ctx)
+		return
+	}
 	var work sync.WaitGroup
 	for range hands - 1 {
-		work.Go(func() { p.work(ctx) })
+		work.Go(func() { hand(p, ctx) })
 	}
-	p.work(ctx)
+	hand(p, ctx)
 	work.Wait()
 }
 
@@ -186,8 +215,8 @@ func (p *pull) over(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return transfer.Reason(ctx)
-	case <-p.l.ended:
-		return p.l.reason()
+	case <-p.l.hold.Ended():
+		return p.l.hold.Reason()
 	default:
 	}
 	if time.Until(p.deadline) <= 0 {
@@ -212,8 +241,8 @@ func (p *pull) turn(ctx context.Context) error {
 		return nil
 	case <-ctx.Done():
 		return transfer.Reason(ctx)
-	case <-p.l.ended:
-		return p.l.reason()
+	case <-p.l.hold.Ended():
+		return p.l.hold.Reason()
 	case <-timer.C:
 		return errTotal
 	}
@@ -286,6 +315,9 @@ func (l *link) survive(before bool, err *error) {
 // theirs reports whether an address is in what the peer gave.
 func (l *link) theirs(at uintptr) bool {
 	if within(at, l.seals.Region().Bytes()) {
+		return true
+	}
+	if l.ring != nil && within(at, l.ring.region.Bytes()) {
 		return true
 	}
 	for i := range l.arenas {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
 // under runs a long read, and returns when its first byte has landed.
@@ -51,32 +52,33 @@ func TestSmallReadsOvertake(t *testing.T) {
 
 // Whatever ends a read that waits for a worker ends it at once.
 func TestWaitingForAWorkerEnds(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{Workers: 1, Limits: transfer.Limits{Base: 200 * time.Millisecond, Rate: 1 << 50}})
-	seal := owner.hold(1, 1)
-	reader.t.workers.slots <- struct{}{} // somebody copies
 	for name, tt := range map[string]struct {
-		end  func(l *link, cancel context.CancelFunc)
+		end  func(owner *node, l *link, cancel context.CancelFunc)
 		want error
 	}{
-		"context":   {func(_ *link, cancel context.CancelFunc) { cancel() }, context.Canceled},
-		"link":      {func(l *link, _ context.CancelFunc) { _ = l.Close() }, transfer.ErrClosed},
-		"too long":  {func(*link, context.CancelFunc) {}, transfer.ErrStalled},
-		"the owner": {func(l *link, _ context.CancelFunc) { l.end(errGone) }, errGone},
+		"context":   {func(_ *node, _ *link, cancel context.CancelFunc) { cancel() }, context.Canceled},
+		"link":      {func(_ *node, l *link, _ context.CancelFunc) { _ = l.Close() }, transfer.ErrClosed},
+		"too long":  {func(*node, *link, context.CancelFunc) {}, transfer.ErrStalled},
+		"the owner": {func(owner *node, _ *link, _ context.CancelFunc) { _ = owner.t.Close() }, rendezvous.ErrGone},
 	} {
+		owner, reader := newPair(t, 4096, Options{Workers: 1, Limits: transfer.Limits{Base: 200 * time.Millisecond, Rate: 1 << 50}})
+		seal := owner.hold(1, 1)
+		reader.t.workers.slots <- struct{}{} // somebody copies
 		l := open(t, reader, owner.peer())
 		ctx, cancel := context.WithCancel(short(t))
 		done := make(chan error, 1)
 		go func() { done <- l.Read(ctx, []transfer.Seal{seal}, []transfer.Copy{{Bytes: 4096}}) }()
-		tt.end(l, cancel)
+		eventually(t, "the read does not wait", func() bool { return reader.t.workers.wanted() })
+		tt.end(owner, l, cancel)
 		err := <-done
 		cancel()
-		if e, ok := errors.AsType[*transfer.Error](err); !ok || !errors.Is(err, tt.want) || e.Done != 0 || e.Address != l.address || e.Peer != ownerLife {
+		if e, ok := errors.AsType[*transfer.Error](err); !ok || !errors.Is(err, tt.want) || e.Done != 0 || e.Address != l.hold.Address() || e.Peer != ownerLife {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
-	}
-	reader.t.workers.release()
-	if s := reader.t.Stats(); s.Errors != 4 || s.ReadBytes != 0 {
-		t.Errorf("stats %+v", s)
+		reader.t.workers.release()
+		if s := reader.t.Stats(); s.Errors != 1 || s.ReadBytes != 0 {
+			t.Errorf("%s: stats %+v", name, s)
+		}
 	}
 }
 

@@ -1,56 +1,61 @@
-// Package shm is a transport between nodes of one host: the reader maps the
-// owner's arenas and seal table, and copies.
-//
-// # Meeting
-//
-// Nodes that may read from each other share a rendezvous directory. Each has a
-// unix socket of a random name in it; the descriptor tells the host's boot id
-// and that name. A reader of the same boot that finds the name in its own
-// directory is on the same host and is meant to be here, whatever network, PID,
-// or mount namespace either is in. The directory, and the users on both ends of
-// the socket, are what access is decided by: the directory is closed to others,
-// and both ends serve their own user and root alone. The descriptor holds for a
-// life: where somebody has removed the socket, or the directory, its owner makes
-// it anew within seconds, under the same name.
+// Package shm is a transport between nodes of one host: the reader maps memory of
+// the owner and copies. How the two meet, and what access is decided by, is
+// [rendezvous]'s.
 //
 // # Handshake
 //
-// Numbers are big endian. A frame is a header of 8 bytes and a body:
+// It is that of [rendezvous], with magic "kvs" and version 2. The welcome goes on
+// with
 //
-//	0  3  "kvs"
-//	3  1  protocol version, 1
-//	4  1  kind
-//	5  1  zero
-//	6  2  bytes of the body
+//	0  1  buffers of the ring; 0: there is none
+//	1  4  bytes of each buffer
+//	5  1  number of arenas, then each by rank in ascending order:
+//	      rank (2), bytes (8)
 //
-// The kinds, and what the body is:
+// Files follow, labelled 0xffff for the seal table, which comes first, and then
+// by how the arenas lie: without a ring every arena in the order of the welcome,
+// labelled by its rank; with a ring, that of the ring, labelled 0xfffe. Seal table
+// and arenas are open for reading alone. Numbers are big endian.
 //
-//	1 hello    reader to owner, once: owner's node name, owner's incarnation,
-//	           reader's node name, reader's incarnation. A name is a byte of
-//	           length and the bytes, an incarnation 8 bytes.
-//	2 welcome  owner to reader: owner's node name, incarnation, number of arenas
-//	           (1), each by rank in ascending order: rank (2), bytes (8).
-//	3 file     owner to reader, behind the welcome: the seal table first, then
-//	           every arena in the order of the welcome; its body is the rank (2),
-//	           0xffff for the seal table. The memfd goes with the frame
-//	           (SCM_RIGHTS), open for reading alone.
-//	4 refusal  owner to reader, instead of a welcome: why (1): 1 the hello was
-//	           meant for another life, 2 the reader is another user's, 3 there are
-//	           too many readers. The connection ends.
+// # Reading host memory
 //
-// Then neither says anything. The connection stands for as long as the reader
-// may read: an owner that closes ends its side, and waits for the reader to end
-// the other, which it does when nothing reads the mapping any more. Whatever
-// does not follow the protocol ends the connection without an answer.
+// Behind the handshake neither says anything. A read looks at the seal words,
+// copies straight from the peer's arena into ours, and looks at the words again
+// behind the fences of [memory.SealTable.Load]. A large one is copied by several
+// goroutines, piece by piece; between two pieces everybody looks at what may end
+// the read, and others get their turn. The peer's memory is sealed against
+// shrinking and stays mapped until the last copy has returned, so that a peer that
+// dies takes nobody with it.
 //
-// # Reading
+// # Reading device memory
 //
-// A read looks at the seal words, copies straight from the peer's arena into
-// ours, and looks at the words again behind the fences of [memory.SealTable.Load].
-// A large one is copied by several goroutines, piece by piece; between two
-// pieces everybody looks at what may end the read, and others get their turn.
-// The peer's memory is sealed against shrinking and stays mapped until the last
-// copy has returned, so that a peer that dies takes nobody with it.
+// An owner whose arenas are in the memory of a device gives a ring instead: a few
+// pinned buffers in a file of their own, for this connection alone. It has room for
+// so many rings, and refuses more of them as busy. The reader says which buffer is
+// to be filled with what, and the owner when it is:
+//
+//	16 ask     reader to owner: buffer (1), then 1 to 4096 copies, each
+//	           rank (2), offset in the arena (8), bytes (4). All of them together
+//	           fit into the buffer, in which they lie one behind the other.
+//	17 filled  owner to reader: buffer (1), then nothing, or the reason (text)
+//	           why it is not filled.
+//
+// A buffer is the reader's until it asks, and again when the owner has answered;
+// to ask with one that the owner has, or for what is not there, is garbage, which
+// ends the connection. An answer is given when the device has said that its copies
+// are over; the reader looks at the seal words when all has landed. So the words
+// prove what they prove where the reader copies by itself. Several buffers are
+// under way: while one is filled, another is emptied.
+//
+// A ring's memory is never another connection's, so that it does not matter how
+// long its reader maps it. The owner frees its part when the copies that it has
+// started into it are over.
+//
+// # A reader's device
+//
+// Where the reader's arenas are in the memory of a device, its processors fill
+// pinned buffers from the owner's arena, and the device empties one while they fill
+// the next. Buffers of an owner's ring are pinned and emptied by the device itself.
 package shm
 
 import (
@@ -61,27 +66,29 @@ import (
 	"log/slog"
 	"maps"
 	"runtime"
-	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
 // Name is [Transport.Name].
 const Name = "shm"
 
+func protocol() rendezvous.Protocol {
+	return rendezvous.Protocol{Name: Name, Magic: "kvs", Version: 2}
+}
+
 // Options set up a Transport. A zero field means its default.
 type Options struct {
-	Local   transfer.Local  // required; the regions must outlive the transport
+	Local   transfer.Local  // required; the arenas must outlive the transport
 	Dir     string          // required: the rendezvous directory, which peers of this host share; made if it is missing
-	Workers int             // copies that run at once, of all reads together; default half of the processors, 1 to 4
+	Workers int             // copies by processors that run at once, of all reads together; default half of the processors, 1 to 4
 	Cached  bool            // what lands is read by this process at once: copy through the caches
+	Staging int64           // bytes of pinned memory, where the arenas are in the memory of a device: half for what we read, half for the rings of readers; default 64 MiB
 	Limits  transfer.Limits // of the handshake and of reading; Stall is how long Close waits for readers
 	Logger  *slog.Logger    // default: silence
-
-	lookEvery time.Duration // from one look at our socket in the directory to the next; default 5 s
 }
 
 func (o Options) withDefaults() Options {
@@ -89,8 +96,8 @@ func (o Options) withDefaults() Options {
 	if o.Workers <= 0 {
 		o.Workers = max(1, min(4, runtime.GOMAXPROCS(0)/2))
 	}
-	if o.lookEvery <= 0 {
-		o.lookEvery = 5 * time.Second
+	if o.Staging <= 0 {
+		o.Staging = 64 << 20
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -100,20 +107,14 @@ func (o Options) withDefaults() Options {
 
 // Transport is [transfer.Transport] over shared memory.
 type Transport struct {
-	local      transfer.Local
-	limits     transfer.Limits
-	cached     bool
-	log        *slog.Logger
-	host       string // the boot id
-	dir        *directory
-	descriptor []byte
-	workers    workers
-	server     *server
-	stats      counters
-
-	mu     sync.Mutex
-	closed bool
-	links  map[*link]struct{}
+	local   transfer.Local
+	limits  transfer.Limits
+	cached  bool
+	log     *slog.Logger
+	workers workers
+	staging *staging // nil: our arenas are in host memory
+	server  *rendezvous.Server
+	stats   counters
 }
 
 // Listen opens the rendezvous directory, and serves local until Close. It wraps
@@ -128,42 +129,33 @@ func Listen(o Options) (*Transport, error) {
 }
 
 func listen(o Options) (*Transport, error) {
-	switch {
-	case o.Local.Seals == nil:
+	if o.Local.Seals == nil {
 		return nil, errors.New("no seal table")
-	case o.Dir == "":
-		return nil, errors.New("no rendezvous directory")
-	}
-	if err := o.Local.Life.Node.Validate(); err != nil {
-		return nil, err
 	}
 	for r, a := range o.Local.Arenas {
 		if err := r.Validate(); err != nil || a == nil {
 			return nil, fmt.Errorf("arena of rank %d: %w", int(r), cmp.Or(err, errors.New("none")))
 		}
 	}
-	host, err := bootID()
-	if err != nil {
-		return nil, err
-	}
-	dir, err := openDirectory(o.Dir)
-	if err != nil {
-		return nil, err
-	}
-	dir.sweep(o.Logger)
-	name := newName()
-	listener, err := dir.listen(name)
-	if err != nil {
-		return nil, errors.Join(err, dir.close())
-	}
 	o.Local.Arenas = maps.Clone(o.Local.Arenas)
 	t := &Transport{
-		local: o.Local, limits: o.Limits, cached: o.Cached, log: o.Logger, host: host, dir: dir,
-		descriptor: descriptor{host: host, socket: name}.encode(),
-		workers:    workers{slots: make(chan struct{}, o.Workers)}, links: map[*link]struct{}{},
+		local: o.Local, limits: o.Limits, cached: o.Cached, log: o.Logger,
+		workers: workers{slots: make(chan struct{}, o.Workers)},
 	}
-	t.server = newServer(t, listener, name)
-	t.server.start(o.lookEvery)
+	if transfer.Staged(o.Local.Arenas) {
+		s, err := newStaging(o)
+		if err != nil {
+			return nil, err
+		}
+		t.staging = s
+	}
+	s, err := rendezvous.Listen(rendezvous.Options{
+		Protocol: protocol(), Dir: o.Dir, Life: o.Local.Life, Limits: o.Limits, Logger: o.Logger, Serve: t.serve,
+	})
+	if err != nil {
+		return nil, errors.Join(err, t.staging.close())
+	}
+	t.server = s
 	return t, nil
 }
 
@@ -171,102 +163,62 @@ func listen(o Options) (*Transport, error) {
 func (t *Transport) Name() string { return Name }
 
 // Descriptor is [transfer.Transport.Descriptor].
-func (t *Transport) Descriptor() []byte { return slices.Clone(t.descriptor) }
+func (t *Transport) Descriptor() []byte { return t.server.Descriptor() }
 
 // Open is [transfer.Transport.Open]. The handshake has the dial time, 2 s at most;
 // mapping what it brought takes about a tenth of a second a GiB on small pages, and
 // ends early with ctx only between two arenas.
 func (t *Transport) Open(ctx context.Context, peer transfer.Peer) (transfer.Link, error) {
-	l, err := t.open(ctx, peer)
+	l := &link{t: t, peer: peer}
+	h, err := t.server.Open(ctx, peer, l)
 	if err != nil {
 		return nil, fmt.Errorf("open a shm link to %s: %w", peer.Life, err)
 	}
+	l.hold = h
 	return l, nil
 }
 
-func (t *Transport) open(ctx context.Context, peer transfer.Peer) (*link, error) {
-	if err := peer.Life.Node.Validate(); err != nil {
-		return nil, err
-	}
-	d, err := parseDescriptor(peer.Descriptor)
-	if err != nil {
-		return nil, err
-	}
-	if d.host != t.host {
-		return nil, fmt.Errorf("the peer is on another host, or the host has been started anew: %w", transfer.ErrUnavailable)
-	}
-	l := &link{t: t, peer: peer, address: t.dir.address(d.socket), ended: make(chan struct{}), gone: make(chan struct{})}
-	// A transport that closes ends what is being opened too.
-	t.mu.Lock()
-	if t.closed {
-		t.mu.Unlock()
-		return nil, fmt.Errorf("transport: %w", transfer.ErrClosed)
-	}
-	t.links[l] = struct{}{}
-	t.mu.Unlock()
-	if err := l.open(ctx, d.socket); err != nil {
-		return nil, err
-	}
-	return l, nil
-}
-
-// Close is [transfer.Transport.Close]: links first, then the server, which
-// gives readers the stall time to let go of what they map.
+// Close is [transfer.Transport.Close]: it gives readers the stall time to let go
+// of what they map, and waits for every copy of a device.
 func (t *Transport) Close() error {
-	t.mu.Lock()
-	t.closed = true
-	links := slices.Collect(maps.Keys(t.links))
-	t.mu.Unlock()
-	var work sync.WaitGroup
-	for _, l := range links {
-		work.Go(func() { _ = l.Close() }) // returns nil
-	}
-	t.server.close()
-	work.Wait()
-	return t.dir.close()
-}
-
-func (t *Transport) forget(l *link) {
-	t.mu.Lock()
-	delete(t.links, l)
-	t.mu.Unlock()
+	return errors.Join(t.server.Close(), t.staging.close())
 }
 
 // Stats is a snapshot of what a transport has done since Listen.
 type Stats struct {
-	Reads     uint64 // reads of our links that held
-	ReadBytes uint64 // bytes that landed, of failed reads too
-	Stale     uint64 // reads that ended stale
-	Errors    uint64 // reads that failed otherwise
+	Reads       uint64 // reads of our links that held
+	ReadBytes   uint64 // bytes that landed, of failed reads too
+	StagedBytes uint64 // those of both sides that went through a pinned buffer of ours
+	Stale       uint64 // reads that ended stale
+	Errors      uint64 // reads that failed otherwise
 
 	Served    uint64 // links that peers have opened to us
 	Garbage   uint64 // connections ended because of what they sent
 	Strangers uint64 // connections ended because they meant another life, or are another user's
 	Evicted   uint64 // connections ended before they had said who they are, to make room
-	Refused   uint64 // connections refused because there are too many links
+	Refused   uint64 // connections refused because there are too many links, or rings
 
 	Links    int // open now, of ours
 	Accepted int // connections open now, by peers
+	Rings    int // of those
 }
 
-type counters struct {
-	reads, readBytes, stale, errors atomic.Uint64
-	served, garbage, strangers      atomic.Uint64
-	evicted, refused                atomic.Uint64
-}
+type counters struct{ reads, readBytes, staged, stale, errors atomic.Uint64 }
 
 // Stats may be called at any time.
 func (t *Transport) Stats() Stats {
-	s := &t.stats
-	t.mu.Lock()
-	links := len(t.links)
-	t.mu.Unlock()
+	s, r := &t.stats, t.server.Stats()
 	return Stats{
-		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
-		Served: s.served.Load(), Garbage: s.garbage.Load(), Strangers: s.strangers.Load(),
-		Evicted: s.evicted.Load(), Refused: s.refused.Load(),
-		Links: links, Accepted: t.server.accepted(),
+		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), StagedBytes: s.staged.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
+		Served: r.Served, Garbage: r.Garbage, Strangers: r.Strangers, Evicted: r.Evicted, Refused: r.Refused,
+		Links: r.Holds, Accepted: r.Accepted, Rings: t.staging.rings(),
 	}
+}
+
+// deadline does not overflow.
+func deadline(from time.Time, d time.Duration) time.Time {
+	const century = 100 * 365 * 24 * time.Hour
+	return from.Add(min(d, century))
 }
 
 var _ transfer.Transport = (*Transport)(nil)

@@ -57,4 +57,42 @@ func TestSuiteFaulty(t *testing.T) {
 	transfertest.Run(t, f)
 }
 
+// Arenas of emulated devices, on the one side, the other, and both.
+func TestSuiteStaged(t *testing.T) { transfertest.RunStaged(t, factory(t, Options{Workers: 2})) }
+
+// What must hold of copies of devices, with one ring and one link.
+func TestSuiteScarce(t *testing.T) {
+	transfertest.RunScarce(t, factory(t, Options{Workers: 2, Staging: 1}))
+}
+
+// As little memory for staging as lets the suite open its links at an owner, and
+// as little as there can be at a reader: small buffers, and two of them.
+func TestSuiteStagedInLittle(t *testing.T) {
+	device := transfertest.NewDevice(transfertest.DeviceOptions{})
+	t.Run("owner", func(t *testing.T) {
+		f := factory(t, Options{Workers: 3, Staging: 2 << 20})
+		f.Owner = device.Alloc
+		transfertest.Run(t, f)
+	})
+	t.Run("reader", func(t *testing.T) {
+		f := factory(t, Options{Workers: 3, Staging: 1})
+		f.Reader = device.Alloc
+		transfertest.Run(t, f)
+	})
+	if err := device.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Between devices too.
+func TestSoakStaged(t *testing.T) {
+	device := transfertest.NewDevice(transfertest.DeviceOptions{})
+	f := factory(t, Options{Workers: 2})
+	f.Owner, f.Reader = device.Alloc, device.Alloc
+	t.Run("soak", func(t *testing.T) { transfertest.Soak(t, f, *soak) })
+	if err := device.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestSoak(t *testing.T) { transfertest.Soak(t, factory(t, Options{Workers: 2}), *soak) }

@@ -1,4 +1,4 @@
-package shm
+package rendezvous
 
 import (
 	"errors"

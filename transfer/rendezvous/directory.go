@@ -1,7 +1,6 @@
-package shm
+package rendezvous
 
 import (
-	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -20,30 +19,32 @@ import (
 )
 
 const (
-	servedPrefix = "shm-"     // of the name of a socket that is served
-	boundPrefix  = "shm.new-" // of one that is about to be
+	servedMark = "-"     // between the protocol's name and the rest, of a socket that is served
+	boundMark  = ".new-" // of one that is about to be
 	// unservedAge is from when on a socket that was never served is a leftover.
 	unservedAge = time.Minute
 	// randomNameBytes is what follows a prefix, of base 32: 130 bits.
 	randomNameBytes = 26
 )
 
-func isSocketName(name, prefix string) bool {
-	rest, ok := strings.CutPrefix(name, prefix)
+// isSocketName reports whether a name is that of a socket of a protocol.
+func isSocketName(name, protocol, mark string) bool {
+	rest, ok := strings.CutPrefix(name, protocol+mark)
 	return ok && len(rest) == randomNameBytes && strings.Trim(rest, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567") == ""
 }
 
-// directory is the rendezvous directory. It is used by its descriptor, so that
+// directory is the rendezvous directory, as one protocol uses it. It is used by its descriptor, so that
 // a long path does not matter to a unix socket, whose address has 108 bytes, and
 // what was checked is what is used. Safe for concurrent use but for close.
 type directory struct {
-	path string
-	file *os.File
+	path     string
+	protocol string // its name
+	file     *os.File
 }
 
 // openDirectory opens the directory, and makes it if it is missing. One in
 // which others than our user could put something is refused.
-func openDirectory(path string) (*directory, error) {
+func openDirectory(path, protocol string) (*directory, error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
 		return nil, fmt.Errorf("make the rendezvous directory; set transfer.rendezvous to a directory of this user, or to where this user may make one: %w: %w", transfer.ErrUnavailable, err)
 	}
@@ -51,7 +52,7 @@ func openDirectory(path string) (*directory, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the rendezvous directory; set transfer.rendezvous to a directory that this user may read: %w: %w", transfer.ErrUnavailable, err)
 	}
-	d := &directory{path: path, file: f}
+	d := &directory{path: path, protocol: protocol, file: f}
 	if err := d.check(); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -95,7 +96,7 @@ func (d *directory) close() error {
 // reopen looks for the directory by its path again. The descriptor keeps its
 // number: who uses it meanwhile uses what was there, or what is there now.
 func (d *directory) reopen() error {
-	now, err := openDirectory(d.path)
+	now, err := openDirectory(d.path, d.protocol)
 	if err != nil {
 		return err
 	}
@@ -104,12 +105,14 @@ func (d *directory) reopen() error {
 }
 
 // newName draws the name of a socket that is served.
-func newName() string { return servedPrefix + rand.Text()[:randomNameBytes] }
+func (d *directory) newName() string {
+	return d.protocol + servedMark + rand.Text()[:randomNameBytes]
+}
 
 // listen binds a socket. It gets its name only when it is served: so one that has
 // such a name and is not served is a leftover.
 func (d *directory) listen(name string) (*net.UnixListener, error) {
-	bound := boundPrefix + strings.TrimPrefix(name, servedPrefix)
+	bound := d.protocol + boundMark + strings.TrimPrefix(name, d.protocol+servedMark)
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: d.at(bound), Net: "unix"})
 	if err != nil {
 		return nil, fmt.Errorf("bind a socket in the rendezvous directory %s; set transfer.rendezvous to a directory in which this user may make sockets: %w: %w", d.path, transfer.ErrUnavailable, err)
@@ -136,16 +139,6 @@ func (d *directory) found(name string) (inode, error) {
 
 // remove deletes a file of the directory.
 func (d *directory) remove(name string) error { return unix.Unlinkat(int(d.file.Fd()), name, 0) }
-
-// dial connects to a socket of the directory.
-func (d *directory) dial(ctx context.Context, name string) (*net.UnixConn, error) {
-	var dialer net.Dialer
-	c, err := dialer.DialContext(ctx, "unix", d.at(name))
-	if err != nil {
-		return nil, err
-	}
-	return c.(*net.UnixConn), nil
-}
 
 // sweep removes the sockets that processes left behind. It never waits, and
 // touches nothing that does not have our names.
@@ -174,8 +167,8 @@ func (d *directory) abandoned(name string, entry fs.DirEntry) bool {
 		return false
 	}
 	switch {
-	case isSocketName(name, servedPrefix):
-	case isSocketName(name, boundPrefix):
+	case isSocketName(name, d.protocol, servedMark):
+	case isSocketName(name, d.protocol, boundMark):
 		// Its process may be between binding and serving it.
 		if info, err := entry.Info(); err != nil || time.Since(info.ModTime()) < unservedAge {
 			return false
@@ -189,51 +182,4 @@ func (d *directory) abandoned(name string, entry fs.DirEntry) bool {
 	}
 	defer func() { _ = unix.Close(fd) }() // nothing was said
 	return errors.Is(unix.Connect(fd, &unix.SockaddrUnix{Name: d.at(name)}), unix.ECONNREFUSED)
-}
-
-// bootID names the host and its start. It is the same in every container.
-func bootID() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("which host this is: %w: %w", transfer.ErrUnavailable, err)
-	}
-	host := strings.TrimSpace(string(b))
-	if !isHost(host) {
-		return "", fmt.Errorf("boot id %.80q is none: %w", host, transfer.ErrUnavailable)
-	}
-	return host, nil
-}
-
-// isHost reports whether s has the form of a boot id.
-func isHost(s string) bool {
-	return len(s) == 36 && strings.Trim(s, "0123456789abcdef-") == ""
-}
-
-// descriptor is what peers get. It is text: the protocol version, the boot id of
-// the host, and the name of the socket, with a space between each.
-type descriptor struct {
-	host, socket string
-}
-
-func (d descriptor) encode() []byte { return fmt.Appendf(nil, "%d %s %s", version, d.host, d.socket) }
-
-// parseDescriptor checks what a peer said. The socket's name is ours in form,
-// and so a file of the directory and nothing else.
-func parseDescriptor(b []byte) (descriptor, error) {
-	if len(b) == 0 {
-		return descriptor{}, fmt.Errorf("the peer has no shm: %w", transfer.ErrUnavailable)
-	}
-	v, rest, _ := strings.Cut(string(b), " ")
-	if v != fmt.Sprint(version) && isVersion(v) {
-		return descriptor{}, fmt.Errorf("the peer speaks protocol version %s, we speak %d: %w", v, version, transfer.ErrUnavailable)
-	}
-	host, socket, _ := strings.Cut(rest, " ")
-	if v != fmt.Sprint(version) || !isHost(host) || !isSocketName(socket, servedPrefix) {
-		return descriptor{}, fmt.Errorf("descriptor %.80q is malformed", b)
-	}
-	return descriptor{host: host, socket: socket}, nil
-}
-
-func isVersion(s string) bool {
-	return s != "" && len(s) < 4 && strings.Trim(s, "0123456789") == ""
 }

@@ -1,4 +1,4 @@
-package shm
+package rendezvous
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 )
 
 func TestListenRefusesADirectory(t *testing.T) {
-	base := rendezvous(t)
+	base := closedDir(t)
 	file := filepath.Join(base, "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -45,17 +45,16 @@ func TestListenRefusesADirectory(t *testing.T) {
 	if os.Getuid() == 0 {
 		tests["where no socket can be"] = struct{ path, says string }{"/proc/1", "set transfer.rendezvous"}
 	}
-	n := newNode(t, ownerLife, 4096)
 	for name, tt := range tests {
-		tr, err := Listen(Options{Local: n.local, Dir: tt.path})
+		s, err := Listen(options(tt.path, ownerLife))
 		if !errors.Is(err, transfer.ErrUnavailable) || !strings.Contains(err.Error(), tt.says) {
 			t.Errorf("%s: %v, want ErrUnavailable and what to do", name, err)
 		}
 		if err == nil {
-			_ = tr.Close()
+			_ = s.Close()
 		}
 	}
-	if list := sockets(t, shared); len(list) != 0 {
+	if list := names(t, shared); len(list) != 0 {
 		t.Errorf("%v in a directory that was refused", list)
 	}
 }
@@ -63,23 +62,19 @@ func TestListenRefusesADirectory(t *testing.T) {
 // The directory is made, closed to others, and may have a path that no unix
 // socket could have.
 func TestListenMakesTheDirectory(t *testing.T) {
-	dir := filepath.Join(rendezvous(t), strings.Repeat("d", 120), "of", "peers")
-	owner, reader := newPair(t, 4096, Options{Dir: dir})
+	dir := filepath.Join(closedDir(t), strings.Repeat("d", 120), "of", "peers")
+	owner, reader := newPair(t, dir)
 	info, err := os.Stat(dir)
 	if err != nil || info.Mode().Perm() != 0o700 {
 		t.Errorf("the directory has mode %v, %v", info.Mode(), err)
 	}
-	l := open(t, reader, owner.peer())
-	if l.address != filepath.Join(dir, owner.t.server.socket) {
-		t.Errorf("address %s", l.address)
+	if h := open(t, reader, peerOf(owner)); h.Address() != filepath.Join(dir, owner.socket) {
+		t.Errorf("address %s", h.Address())
 	}
-	if err := l.Read(short(t), []transfer.Seal{owner.hold(1, 1)}, []transfer.Copy{{Bytes: 4096}}); err != nil {
+	if err := owner.Close(); err != nil {
 		t.Error(err)
 	}
-	if err := owner.t.Close(); err != nil {
-		t.Error(err)
-	}
-	if got := sockets(t, dir); !slices.Equal(got, []string{reader.t.server.socket}) {
+	if got := names(t, dir); !slices.Equal(got, []string{reader.socket}) {
 		t.Errorf("after Close of one of two: %v", got)
 	}
 }
@@ -87,15 +82,12 @@ func TestListenMakesTheDirectory(t *testing.T) {
 // Whoever removes a socket, its directory, or puts something in their place cuts
 // nobody off for good: links stand, and new ones open within some looks.
 func TestRemovedSocketComesBack(t *testing.T) {
-	dir := filepath.Join(rendezvous(t), "of", "peers")
-	owner, reader := newPair(t, 4096, Options{Dir: dir, lookEvery: 2 * time.Millisecond})
-	seal := owner.hold(1, 1)
-	first := open(t, reader, owner.peer())
+	dir := filepath.Join(closedDir(t), "of", "peers")
+	often := func(o Options) Options { o.lookEvery = 2 * time.Millisecond; return o }
+	owner, reader := listen(t, often(options(dir, ownerLife))), listen(t, often(options(dir, readerLife)))
+	first := open(t, reader, peerOf(owner))
 	files := openFiles(t)
-	path := owner.t.dir.address(owner.t.server.socket)
-	read := func(l transfer.Link) error {
-		return l.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 4096}})
-	}
+	path := owner.Address()
 	for name, harm := range map[string]func() error{
 		"the socket":              func() error { return os.Remove(path) },
 		"the directory":           func() error { return os.RemoveAll(dir) },
@@ -114,7 +106,7 @@ func TestRemovedSocketComesBack(t *testing.T) {
 			}
 			t.Cleanup(func() { _ = unix.Close(fd) })
 			files++
-			err = unix.Bind(fd, &unix.SockaddrUnix{Name: owner.t.dir.at(owner.t.server.socket)})
+			err = unix.Bind(fd, &unix.SockaddrUnix{Name: owner.dir.at(owner.socket)})
 			if errors.Is(err, unix.EADDRINUSE) { // it is back already
 				return nil
 			}
@@ -131,44 +123,41 @@ func TestRemovedSocketComesBack(t *testing.T) {
 		eventually(t, name+": no link can be opened", func() bool {
 			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 			defer cancel()
-			l, err := reader.t.Open(ctx, owner.peer())
+			h, err := reader.Open(ctx, peerOf(owner), plain{})
 			if err != nil {
 				return false
 			}
-			err = errors.Join(read(l), l.Close())
-			if err != nil {
-				t.Errorf("%s: %v", name, err)
-			}
+			h.Close()
 			return true
 		})
 		eventually(t, name+": the socket is not there", func() bool {
 			now, err := os.Lstat(path)
 			return err == nil && now.Mode().Type() == os.ModeSocket && !os.SameFile(before, now)
 		})
-		if err := read(first); err != nil {
+		if err := first.Reason(); err != nil {
 			t.Errorf("%s: the link that stood: %v", name, err)
 		}
 	}
 	_ = os.RemoveAll(dir + ".old")
-	both := []string{owner.t.server.socket, reader.t.server.socket}
+	both := []string{owner.socket, reader.socket}
 	slices.Sort(both)
-	eventually(t, "the sockets are not both there", func() bool { return slices.Equal(sockets(t, dir), both) })
+	eventually(t, "the sockets are not both there", func() bool { return slices.Equal(names(t, dir), both) })
 	eventually(t, "files are left open", func() bool { return openFiles(t) <= files })
-	if err := errors.Join(owner.t.Close(), reader.t.Close()); err != nil {
+	if err := errors.Join(owner.Close(), reader.Close()); err != nil {
 		t.Error(err)
 	}
-	if left := sockets(t, dir); len(left) > 0 {
+	if left := names(t, dir); len(left) > 0 {
 		t.Errorf("%v is left", left)
 	}
 }
 
 // A directory that will not do any more is not used, and is when it was mended.
 func TestRemovedSocketWaitsForItsDirectory(t *testing.T) {
-	dir := filepath.Join(rendezvous(t), "of")
+	dir := filepath.Join(closedDir(t), "of")
 	log := make(chan string, 64)
-	owner := newNode(t, ownerLife, 4096)
-	owner.listen(t, Options{Dir: dir, lookEvery: time.Millisecond, Logger: slog.New(slog.NewTextHandler(lines(log), nil))})
-	path := owner.t.dir.address(owner.t.server.socket)
+	o := options(dir, ownerLife)
+	o.lookEvery, o.Logger = time.Millisecond, slog.New(slog.NewTextHandler(lines(log), nil))
+	path := listen(t, o).Address()
 	chmod(t, dir, 0o777)
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
@@ -196,7 +185,8 @@ func (l lines) Write(b []byte) (int, error) {
 
 // Only what has our name, is a socket, and is served by nobody is removed.
 func TestStaleSocketsAreRemovedAndNothingElse(t *testing.T) {
-	dir := rendezvous(t)
+	dir := closedDir(t)
+	const served, bound = "test" + servedMark, "test" + boundMark
 	name := func(prefix, letter string) string {
 		return filepath.Join(dir, prefix+strings.Repeat(letter, randomNameBytes))
 	}
@@ -218,33 +208,34 @@ func TestStaleSocketsAreRemovedAndNothingElse(t *testing.T) {
 		return path
 	}
 	old := time.Now().Add(-2 * unservedAge)
-	dead := []string{left(name(servedPrefix, "A")), left(name(boundPrefix, "B"))}
+	dead := []string{left(name(served, "A")), left(name(bound, "B"))}
 	if err := os.Chtimes(dead[1], old, old); err != nil {
 		t.Fatal(err)
 	}
 	kept := []string{
-		left(name(boundPrefix, "C")), // being started
+		left(name(bound, "C")), // being started
 		left(filepath.Join(dir, "node.sock")),
-		left(name(servedPrefix, "D") + "x"),
-		name(servedPrefix, "E"), name(servedPrefix, "F"), name(servedPrefix, "G"), name(servedPrefix, "H"),
+		left(name("other"+servedMark, "A")), // another transport's
+		left(name(served, "D") + "x"),
+		name(served, "E"), name(served, "F"), name(served, "G"), name(served, "H"),
 	}
 	target := filepath.Join(t.TempDir(), "target")
-	for _, path := range []string{kept[3], target} {
+	for _, path := range []string{kept[4], target} {
 		if err := os.WriteFile(path, []byte("theirs"), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := os.Symlink(target, kept[4]); err != nil {
+	if err := os.Symlink(target, kept[5]); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Symlink(filepath.Join(dir, "node.sock"), kept[5]); err != nil {
+	if err := os.Symlink(filepath.Join(dir, "node.sock"), kept[6]); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Mkdir(kept[6], 0o700); err != nil {
+	if err := os.Mkdir(kept[7], 0o700); err != nil {
 		t.Fatal(err)
 	}
-	owner, reader := newPair(t, 4096, Options{Dir: dir}) // the second start leaves the first one's alone
-	open(t, reader, owner.peer())
+	owner, reader := newPair(t, dir) // the second start leaves the first one's alone
+	open(t, reader, peerOf(owner))
 	for _, path := range dead {
 		if _, err := os.Lstat(path); !os.IsNotExist(err) {
 			t.Errorf("%s is still there: %v", path, err)
@@ -259,20 +250,20 @@ func TestStaleSocketsAreRemovedAndNothingElse(t *testing.T) {
 
 // A socket that is served is kept even if its process does not answer.
 func TestMuteSocketIsKept(t *testing.T) {
-	dir := rendezvous(t)
-	d, err := openDirectory(dir)
+	dir := closedDir(t)
+	d, err := openDirectory(dir, "test")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer d.close()
-	name := newName()
+	name := d.newName()
 	l, err := d.listen(name)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
 	d.sweep(slog.New(slog.DiscardHandler))
-	if got := sockets(t, dir); !slices.Equal(got, []string{name}) {
+	if got := names(t, dir); !slices.Equal(got, []string{name}) {
 		t.Errorf("%v is in the directory, want %s", got, name)
 	}
 	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: d.at(name), Net: "unix"})
@@ -283,49 +274,73 @@ func TestMuteSocketIsKept(t *testing.T) {
 }
 
 func TestOpenSaysWhyThereIsNoPeer(t *testing.T) {
-	owner, reader := newPair(t, 4096, Options{})
-	elsewhere := newNode(t, readerLife, 4096)
-	elsewhere.listen(t, Options{Dir: rendezvous(t)})
-	own := owner.peer()
+	owner, reader := newPair(t, closedDir(t))
+	elsewhere := listen(t, options(closedDir(t), readerLife))
+	own := peerOf(owner)
 	other := func(change func(d *descriptor)) transfer.Peer {
-		d, err := parseDescriptor(own.Descriptor)
+		d, err := parseDescriptor(testProtocol, own.Descriptor)
 		if err != nil {
 			t.Fatal(err)
 		}
 		change(&d)
 		p := own
-		p.Descriptor = d.encode()
+		p.Descriptor = d.encode(testProtocol)
 		return p
 	}
-	versioned := own
+	versioned, none := own, own
 	versioned.Descriptor = append([]byte("2"), own.Descriptor[1:]...)
+	none.Descriptor = nil
 	for name, tt := range map[string]struct {
-		from *node
+		from *Server
 		peer transfer.Peer
 		says string
 	}{
 		"another host":      {reader, other(func(d *descriptor) { d.host = strings.Repeat("0", 36) }), "another host"},
 		"another directory": {elsewhere, own, "transfer.rendezvous"},
 		"another version":   {reader, versioned, "version 2"},
+		"no descriptor":     {reader, none, "no test"},
 	} {
-		_, err := tt.from.t.Open(short(t), tt.peer)
-		if !errors.Is(err, transfer.ErrUnavailable) || !strings.Contains(err.Error(), tt.says) || !strings.Contains(err.Error(), ownerLife.String()) {
+		_, err := tt.from.Open(short(t), tt.peer, plain{})
+		if !errors.Is(err, transfer.ErrUnavailable) || !strings.Contains(err.Error(), tt.says) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if s := reader.t.Stats(); s.Links != 0 {
+	if s := reader.Stats(); s.Holds != 0 {
 		t.Errorf("stats %+v", s)
 	}
 	// A process that has died leaves its socket: that is broken, not unavailable.
-	d := owner.t.dir
-	left, err := net.ListenUnix("unix", &net.UnixAddr{Name: d.at(servedPrefix + strings.Repeat("Z", randomNameBytes)), Net: "unix"})
+	dead := "test" + servedMark + strings.Repeat("Z", randomNameBytes)
+	left, err := net.ListenUnix("unix", &net.UnixAddr{Name: owner.dir.at(dead), Net: "unix"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	left.SetUnlinkOnClose(false)
 	_ = left.Close()
-	_, err = reader.t.Open(short(t), other(func(d *descriptor) { d.socket = servedPrefix + strings.Repeat("Z", randomNameBytes) }))
+	_, err = reader.Open(short(t), other(func(d *descriptor) { d.socket = dead }), plain{})
 	if err == nil || errors.Is(err, transfer.ErrUnavailable) || !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("a socket that nobody serves: %v", err)
 	}
+}
+
+// Several transports of several nodes share a directory, and nobody meets whom it
+// does not mean.
+func TestTransportsShareADirectory(t *testing.T) {
+	dir := closedDir(t)
+	owner, reader := newPair(t, dir)
+	another := Protocol{Name: "another", Magic: "ano", Version: 3}
+	o, r := options(dir, ownerLife), options(dir, readerLife)
+	o.Protocol, r.Protocol = another, another
+	anotherOwner, anotherReader := listen(t, o), listen(t, r)
+	open(t, reader, peerOf(owner))
+	open(t, anotherReader, peerOf(anotherOwner))
+	if list := names(t, dir); len(list) != 4 {
+		t.Errorf("%v is in the directory, want four sockets", list)
+	}
+	if _, err := reader.Open(short(t), peerOf(anotherOwner), plain{}); err == nil {
+		t.Error("a descriptor of another transport was taken")
+	}
+	if err := anotherOwner.Close(); err != nil {
+		t.Error(err)
+	}
+	open(t, reader, peerOf(owner))
 }
