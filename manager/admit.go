@@ -269,32 +269,19 @@ func (m *Manager) mayAdd(req *request, l id.Label) error {
 // enough checks that the whole step fits: what forks and segments need beyond
 // what their streams have, forks first.
 func (m *Manager) enough(a *step) error {
-	room := m.arena.counts[free]
+	b := m.budget()
 	for i := range a.forks {
-		room += len(m.idle(a, i)) // is given back first
-	}
-	var need int
-	var tight *stream
-	var of *request
-	more := func(n int, r *request, s *stream) {
-		if need += n; need > room && tight == nil {
-			tight, of = s, r
-		}
+		b.back(len(m.idle(a, i)))
 	}
 	for i := range a.forks {
 		f := &a.forks[i]
-		more(page.Count(f.reach-f.released, m.size), f.request, f.to)
+		b.spend(page.Count(f.reach-f.released, m.size), f.request, f.to.label)
 	}
 	for i := range a.segments {
 		g := &a.segments[i]
-		if n := m.lack(g); n > 0 {
-			more(n, g.request, g.stream)
-		}
+		b.spend(m.lack(g), g.request, g.stream.label)
 	}
-	if tight != nil {
-		return &AllocationError{Request: of.id, Label: tight.label, Short: need - room, Free: m.arena.counts[free]}
-	}
-	return nil
+	return b.err()
 }
 
 // lack returns how many pages the stream has to have beyond its own.
@@ -327,7 +314,7 @@ func (m *Manager) reserve(a *step) {
 	}
 	for i := range a.forks {
 		f := &a.forks[i]
-		f.pages, _ = m.arena.take(nil, page.Count(f.reach-f.released, m.size))
+		f.pages = m.take(nil, page.Count(f.reach-f.released, m.size), f.request, f.to.label)
 		f.last = f.to.reach.list == int32(i+1)
 		f.request.inFlight++
 		f.request.forking = a
@@ -337,7 +324,7 @@ func (m *Manager) reserve(a *step) {
 	for i := range a.segments {
 		g := &a.segments[i]
 		if n := m.lack(g); n > 0 {
-			g.stream.pages, _ = m.arena.take(g.stream.pages, n)
+			g.stream.pages = m.take(g.stream.pages, n, g.request, g.stream.label)
 			g.stream.mutation++
 		}
 		g.request.inFlight++

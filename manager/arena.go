@@ -17,40 +17,52 @@ const (
 	limbo            // by nobody, but named by a live publication
 	quarantine       // may still be written by a read that was given up, or copied from
 	sink             // takes the padding of captured steps
+	engine           // kept by the engine, where it chooses the pages
 	places
 )
 
 func (p place) String() string {
-	return [...]string{"free", "owned", "limbo", "quarantine", "sink", "nowhere"}[min(p, places)]
+	return [...]string{"free", "owned", "limbo", "quarantine", "sink", "engine", "nowhere"}[min(p, places)]
 }
 
 var errArena = errors.New("page is not where it should be")
 
 // arena knows the place of every page and hands out free ones: first freed
-// first, or such as are neighbours where others are. Whatever contradicts that is
-// refused and changes nothing.
+// first, or such as are neighbours where others are. Where the engine chooses, no
+// page is ever free: what would be is the engine's, once that was told so. Whatever
+// contradicts that is refused and changes nothing.
 type arena struct {
 	pages     []pageState
 	queue     fifo      // the free pages: counts[free] of them
 	free      bitmap    // the same ones
 	found     stretches // of the free pages, while takeLike looks for some
 	counts    [places]int
-	published int // pages with holds
+	published int          // pages with holds
+	chosen    bool         // the engine chooses
+	returned  []page.Index // the engine's, which has not been told yet
 }
 
 type pageState struct {
-	place place
-	holds uint32 // live publications that name the page
+	place  place
+	untold bool   // it is in returned
+	holds  uint32 // live publications that name the page
 }
 
-func newArena(pages int) arena {
-	a := arena{pages: make([]pageState, pages), queue: newFIFO(page.Sink+1, page.Index(pages)), free: newBitmap(pages)}
+func newArena(pages int, chosen bool) arena {
+	first, to := page.Sink+1, free
+	if chosen {
+		first, to = page.Index(pages), engine
+	}
+	a := arena{pages: make([]pageState, pages), queue: newFIFO(first, page.Index(pages)), free: newBitmap(pages), chosen: chosen}
 	for p := range a.queue.all() {
 		a.free.set(p)
 	}
+	for p := range a.pages {
+		a.pages[p].place = to
+	}
 	a.pages[page.Sink].place = sink
 	a.counts[sink] = 1
-	a.counts[free] = pages - 1
+	a.counts[to] = pages - 1
 	return a
 }
 
@@ -183,8 +195,14 @@ func (a *arena) want(p page.Index, one, other place) error {
 	return nil
 }
 
-// give makes the page free.
+// give makes the page free, or the engine's.
 func (a *arena) give(p page.Index) {
+	if a.chosen {
+		a.move(p, engine)
+		a.pages[p].untold = true
+		a.returned = append(a.returned, p)
+		return
+	}
 	a.queue.push(p)
 	a.free.set(p)
 	a.move(p, free)

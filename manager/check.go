@@ -52,6 +52,11 @@ func (m *Manager) verify() error {
 				return err
 			}
 		}
+		for i := range r.purses {
+			if err := putAll(r.purses[i].pages, owned, r.id); err != nil {
+				return err
+			}
+		}
 	}
 	for _, t := range m.retrievals {
 		if (t.request == nil) != (t.parts == nil) || t.request != nil && (t.request.reading != t || m.byHandle(t.request.handle()) != t.request) {
@@ -105,9 +110,22 @@ func (m *Manager) verify() error {
 			}
 		}
 	}
+	untold := 0
+	for _, p := range m.arena.returned {
+		if where[p] != places || !m.arena.pages[p].untold {
+			return fmt.Errorf("%w: page %d is to be told, and in %v, or twice", errBroken, p, where[p])
+		}
+		where[p] = engine
+	}
 	var counts [places]int
 	published := 0
 	for i, s := range m.arena.pages {
+		if s.place == engine && where[i] == places && m.arena.chosen { // in no table of ours
+			where[i] = engine
+		}
+		if s.untold {
+			untold++
+		}
 		if where[i] != s.place || m.arena.free.has(page.Index(i)) != (s.place == free) {
 			return fmt.Errorf("%w: page %d is %v, the tables say %v", errBroken, i, s.place, where[i])
 		}
@@ -116,11 +134,14 @@ func (m *Manager) verify() error {
 		}
 		if s.holds > 0 {
 			published++
-			if s.place == free || s.place == sink {
+			if s.place == free || s.place == sink || s.place == engine {
 				return fmt.Errorf("%w: page %d is published and %v", errBroken, i, s.place)
 			}
 		}
 		counts[s.place]++
+	}
+	if untold != len(m.arena.returned) || m.arena.chosen && counts[free] > 0 {
+		return fmt.Errorf("%w: %d pages are to be told, %d are listed, %d are free", errBroken, untold, len(m.arena.returned), counts[free])
 	}
 	if counts != m.arena.counts || m.arena.queue.n != counts[free] || published != m.arena.published {
 		return fmt.Errorf("%w: counts %v and %d published, recounted %v and %d", errBroken, m.arena.counts, m.arena.published, counts, published)

@@ -225,7 +225,11 @@ func (m *Manager) retire(a *step) {
 func (m *Manager) end(t Token) {
 	a := m.steps[t]
 	for i := range a.forks {
-		m.release(a.forks[i].pages)
+		if f := &a.forks[i]; f.live() {
+			m.unspend(f.pages, f.request, f.to.label)
+		} else {
+			m.release(f.pages)
+		}
 	}
 	m.release(a.drain)
 	delete(m.steps, t)

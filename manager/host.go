@@ -190,14 +190,13 @@ func (m *Manager) Reload(r id.Request) (HostMove, error) {
 	}
 	out := HostMove{Request: r}
 	need := 0
-	var tight id.Label
+	b := m.budget()
 	for _, s := range req.streams {
-		if need += len(s.host); need > m.arena.counts[free] && tight == "" {
-			tight = s.label
-		}
+		need += len(s.host)
+		b.spend(len(s.host), req, s.label)
 	}
-	if have := m.arena.counts[free]; need > have {
-		return HostMove{}, fmt.Errorf("reload: %w", &AllocationError{Request: req.id, Label: tight, Short: need - have, Free: have})
+	if err := b.err(); err != nil {
+		return HostMove{}, fmt.Errorf("reload: %w", err)
 	}
 	if need == 0 {
 		return out, nil
@@ -207,7 +206,7 @@ func (m *Manager) Reload(r id.Request) (HostMove, error) {
 		if s.state != OnHost {
 			continue
 		}
-		device, _ := m.arena.take(nil, len(s.host))
+		device := m.take(nil, len(s.host), req, s.label)
 		parts = append(parts, hostPart{s, device})
 		s.state = Reloading
 		out.Streams = append(out.Streams, HostStream{

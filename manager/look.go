@@ -11,7 +11,7 @@ import (
 // PageState is one page for people to look at: who holds it, and why.
 type PageState struct {
 	Page  page.Index
-	Place string // free, owned, limbo, quarantine, sink
+	Place string // free, owned, limbo, quarantine, sink, engine
 	// Whose it is: the stream that has it in its list, or will have it when the
 	// retrieval, the step or the move below ends well. "" for none: in limbo, and
 	// in quarantine once the request was removed or reset.
@@ -69,6 +69,12 @@ func (s *PageState) found(r *request, l id.Label, i, size, length, released, pre
 
 func (m *Manager) lookInStreams(s *PageState) {
 	for r := range m.all {
+		for _, p := range r.purses {
+			if slices.Contains(p.pages, s.Page) {
+				s.Request, s.Label = r.id, p.label
+				return
+			}
+		}
 		for _, t := range r.streams {
 			i := slices.Index(t.pages, s.Page)
 			if i < 0 {

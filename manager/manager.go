@@ -13,7 +13,8 @@
 // All local ranks have arenas of one geometry and share one allocator, so a
 // stream has one page list, the same on each of them. Every page is in exactly
 // one place: free, owned (in the list of one stream, or reserved by a retrieval,
-// a fork, or a reload that runs), in limbo, in quarantine, or the sink.
+// a fork, or a reload that runs), in limbo, in quarantine, the sink, or the
+// engine's.
 //
 //   - Limbo holds pages that left their stream while a live publication names
 //     them. Only [Manager.Unsealed] lets them go, when the owner has changed the
@@ -21,6 +22,10 @@
 //   - Quarantine holds pages that a given-up read may still write, and those of a
 //     request that is gone while a fork or an offload may still copy from them.
 //     Only the end of the read, the step, or the move lets them go.
+//   - Where the engine chooses pages ([Options].Engine) none is ever free. It keeps
+//     them, and gives them to streams ([Manager.Give]), which take what they need
+//     from what they were given; what would be free is the engine's again once
+//     [Manager.Returned] has named it.
 //
 // What is below the length of a live publication is never written: steps and
 // reads write at or above the committed length, which only grows until Reset,
@@ -83,6 +88,8 @@ var (
 	ErrIncompatible = errors.New("publication does not fit this node")
 	// ErrMalformed: the publication contradicts itself; see [*MalformedError].
 	ErrMalformed = errors.New("malformed publication")
+	// ErrPage: see [*PageError]; nothing was given.
+	ErrPage = errors.New("pages are not given")
 )
 
 // AllocationError is a refusal for lack of pages. Nothing is held. It wraps ErrNoPages.
@@ -90,7 +97,7 @@ type AllocationError struct {
 	Request id.Request // the first one that did not fit
 	Label   id.Label
 	Short   int // pages missing for the whole call
-	Free    int
+	Free    int // 0 where the engine chooses: it has given too few
 }
 
 func (e *AllocationError) Error() string {
@@ -163,15 +170,19 @@ type Options struct {
 	Steps    int           // bound of steps in flight; default 65,536
 	Tokens   int           // bound of tokens of one stream (M*'s max_seq_len); default 2^31-1
 	Host     int           // pages of the host tier; 0: there is none
+	// Engine says that the engine chooses the pages of every stream; see
+	// [Manager.Give]. There is no host tier then: who chooses pages keeps its own.
+	Engine bool
 	// Check makes every method verify conservation before it returns and panic
 	// if it is broken. For tests.
 	Check bool
 }
 
-// Counts are pages by state, the first five sum up to the arena, and entries
+// Counts are pages by state, the first six sum up to the arena, and entries
 // by table.
 type Counts struct {
 	Free, Owned, Limbo, Quarantine, Sink int
+	Engine                               int // kept by it, where it chooses
 	Published                            int // named by a live publication, wherever they are
 	Requests, Steps                      int
 	Kept                                 int // requests that were removed, and are kept for their publications
@@ -209,9 +220,10 @@ type Manager struct {
 	lastMove        MoveID
 	ticks           uint64
 	faults          int
-	packing         packing    // scratch of Admit
-	rows            []*request // scratch of Admit
-	spare           *step      // an ended one, to be used again
+	returns         chan struct{} // one: there are pages to be told
+	packing         packing       // scratch of Admit
+	rows            []*request    // scratch of Admit
+	spare           *step         // an ended one, to be used again
 }
 
 // New returns a manager with every page but the sink free. The error wraps
@@ -228,7 +240,7 @@ func New(o Options) (*Manager, error) {
 		geometry:     o.Geometry,
 		size:         o.Geometry.Layout.PageSize,
 		check:        o.Check,
-		arena:        newArena(o.Geometry.Layout.Pages),
+		arena:        newArena(o.Geometry.Layout.Pages, o.Engine),
 		requests:     make(map[id.Request]*request),
 		kept:         make(map[id.Request]*request),
 		steps:        make(map[Token]*step),
@@ -236,6 +248,10 @@ func New(o Options) (*Manager, error) {
 		retrievals:   make(map[RetrievalID]*retrieval),
 		moves:        make(map[MoveID]*hostMove),
 		staged:       make(map[Lane]Token),
+		returns:      make(chan struct{}, 1),
+	}
+	if o.Engine && o.Host != 0 {
+		return nil, fmt.Errorf("%w: %d host pages where the engine chooses pages", ErrInvalid, o.Host)
 	}
 	if o.Host < 0 || o.Host > page.MaxPages {
 		return nil, fmt.Errorf("%w: %d host pages are not in 0..%d", ErrInvalid, o.Host, page.MaxPages)
@@ -310,6 +326,7 @@ func (m *Manager) Counts() Counts {
 		Limbo:        m.arena.counts[limbo],
 		Quarantine:   m.arena.counts[quarantine],
 		Sink:         m.arena.counts[sink],
+		Engine:       m.arena.counts[engine],
 		Published:    m.arena.published,
 		Requests:     len(m.requests),
 		Kept:         len(m.kept),
@@ -326,6 +343,12 @@ func (m *Manager) Counts() Counts {
 // unlock ends every method.
 func (m *Manager) unlock() {
 	defer m.mu.Unlock()
+	if len(m.arena.returned) > 0 {
+		select {
+		case m.returns <- struct{}{}:
+		default:
+		}
+	}
 	if m.check {
 		if err := m.verify(); err != nil {
 			panic(err)

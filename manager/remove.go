@@ -123,6 +123,7 @@ func (m *Manager) clear(req *request) (cancel []RetrievalID) {
 	for _, s := range req.streams {
 		m.rewind(req, s, true)
 	}
+	m.empty(req)
 	m.leave(req)
 	req.epoch++ // steps in flight know the request by it
 	if req.key != "" {
@@ -157,6 +158,9 @@ func (m *Manager) Reset(r id.Request, free bool) (Removed, error) {
 	out.Cancel = m.abandon(req)
 	for _, s := range req.streams {
 		m.rewind(req, s, free)
+	}
+	if free {
+		m.empty(req)
 	}
 	m.leave(req)
 	req.epoch++

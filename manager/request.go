@@ -30,6 +30,7 @@ type request struct {
 	moving      *hostMove    // to or from the host; nil: none
 	publication *publication // live, and of this epoch; nil: none
 	ended       bool         // the publication of this epoch was ended
+	purses      []purse      // what the engine has given and no stream has used; few
 	missing     Token        // scratch of Commit
 	row         Token        // scratch of Admit
 }

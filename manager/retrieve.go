@@ -290,8 +290,8 @@ func (m *Manager) lacking(src *Source, needed []id.Label) id.Label {
 
 // fits checks that labels and pages suffice for all parts.
 func (m *Manager) fits(req *request, parts []part) error {
-	added, pages := 0, 0
-	var tight *part
+	added := 0
+	b := m.budget()
 	for i := range parts {
 		p := &parts[i]
 		if p.stream == nil {
@@ -299,15 +299,9 @@ func (m *Manager) fits(req *request, parts []part) error {
 				return &FullError{"labels a request", m.limits.labels}
 			}
 		}
-		if pages += m.lacks(p); pages > m.arena.counts[free] && tight == nil {
-			tight = p
-		}
+		b.spend(m.lacks(p), req, p.label)
 	}
-	if tight != nil {
-		available := m.arena.counts[free]
-		return &AllocationError{Request: req.id, Label: tight.label, Short: pages - available, Free: available}
-	}
-	return nil
+	return b.err()
 }
 
 // lacks returns how many pages the part needs beyond those of its stream.
@@ -384,7 +378,7 @@ func (m *Manager) begin(req *request, from origin, parts []part, remote []*offer
 				if last != page.Sink && first > 0 && model.Pages[first-1]+1 == model.Pages[first] {
 					next = last + 1
 				}
-				local, _ = m.arena.takeLike(local, model.Pages[first:end], next)
+				local = m.takeLike(local, model.Pages[first:end], next, req, p.label)
 				last = local[len(local)-1]
 			}
 			for _, o := range t.parts {
@@ -500,7 +494,7 @@ func (m *Manager) Failed(i RetrievalID) error {
 		return fmt.Errorf("end retrieval %d: %w", i, ErrUnknownRetrieval)
 	}
 	for _, p := range t.parts {
-		m.release(p.reserved)
+		m.unspend(p.reserved, t.request, p.label)
 	}
 	m.release(t.drain)
 	if t.request != nil {

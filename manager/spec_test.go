@@ -233,7 +233,7 @@ func spec008(t *testing.T) {
 }
 
 func spec009(t *testing.T) {
-	a := newArena(8)
+	a := newArena(8, false)
 	pages, _ := a.take(nil, 3)
 	if err := a.release(3); err != nil {
 		t.Fatal(err)
@@ -265,7 +265,7 @@ func spec009(t *testing.T) {
 }
 
 func spec010(t *testing.T) {
-	a := newArena(8)
+	a := newArena(8, false)
 	for _, n := range []int{8, -1} {
 		if got, ok := a.take(nil, n); ok || len(got) > 0 {
 			t.Errorf("take(%d) = %v, %v", n, got, ok)

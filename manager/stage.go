@@ -54,7 +54,7 @@ func (m *Manager) uncreate(a *step) {
 		// Since a reset it is not the step's: a retrieve may fill it. Nor is it
 		// while another step is on the request, or a publication has listed it.
 		if st := g.stream; g.live() && st.stored == 0 && !st.listed && g.request.inFlight == 0 && st.state == Resident {
-			m.release(st.pages)
+			m.unspend(st.pages, g.request, st.label)
 			g.request.drop(st)
 		}
 	}

@@ -24,7 +24,7 @@ func TestTakeLike(t *testing.T) {
 	seen := map[string]int{}
 	rapid.Check(t, func(t *rapid.T) {
 		pages := 2 + below(240).Draw(t, "pages") // no stretch is too long to be told from longer ones
-		a := newArena(pages)
+		a := newArena(pages, false)
 		list := upFrom(1, pages-1)
 		var taken []page.Index
 		for range 1 + below(60).Draw(t, "operations") {
@@ -179,7 +179,7 @@ func TestWornArena(t *testing.T) {
 
 // Neighbours in an arena that is larger than what the stretches are told apart by.
 func TestLongRuns(t *testing.T) {
-	a := newArena(20000)
+	a := newArena(20000, false)
 	taken, _ := a.take(nil, 19999)
 	for _, p := range taken {
 		if p%5000 != 0 && (p < 7000 || p > 7300) { // 4999 pages, thrice less, and 1999 and 2699
@@ -198,7 +198,7 @@ func TestLongRuns(t *testing.T) {
 
 // A run does not break up a stretch that a longer one needs.
 func TestShortestStretch(t *testing.T) {
-	a := newArena(400)
+	a := newArena(400, false)
 	taken, _ := a.take(nil, 399)
 	for _, p := range taken {
 		if p <= 200 || p > 300 && p <= 370 || p > 380 && p <= 385 {
@@ -222,7 +222,7 @@ const wornPages = 1 << 20
 
 // wornArena has every other page free, in an order that says nothing.
 func wornArena(t testing.TB) arena {
-	a := newArena(wornPages + 1)
+	a := newArena(wornPages+1, false)
 	pages, ok := a.take(nil, wornPages)
 	for i := range pages {
 		if p := pages[(i*7919+wornPages/3)%wornPages]; p%2 == 0 {
