@@ -103,6 +103,24 @@ func TestRegister(t *testing.T) {
 			t.Errorf("memory that is not there: %v", err)
 		}
 	}
+	// Addresses of a device, which are none of this process.
+	addr, err := n.pd.RegisterRange(1<<45, 1<<20, rdma.LocalWrite|rdma.RemoteRead)
+	switch {
+	case f.real(): // no module of the kernel knows them
+		if err == nil || !strings.Contains(err.Error(), "register 1048576 bytes of device memory on "+f.owner) || !strings.Contains(err.Error(), "module") {
+			t.Errorf("addresses that nobody knows: %v", err)
+		}
+	case err != nil:
+		t.Error(err)
+	default:
+		if addr.Addr() != 1<<45 || addr.Len() != 1<<20 || len(addr.Keys()) == 0 {
+			t.Errorf("region of %d bytes at %#x, keys %v", addr.Len(), addr.Addr(), addr.Keys())
+		}
+		closeAtEnd(t, "range", addr.Close)
+	}
+	if _, err := n.pd.RegisterRange(^uint64(0)-10, 100, rdma.RemoteRead); !errors.Is(err, syscall.EINVAL) {
+		t.Errorf("addresses that overflow: %v", err)
+	}
 	if _, err := n.pd.RegisterDMABuf(0, 4096, 4096, 4096+8, rdma.RemoteRead); !errors.Is(err, syscall.EINVAL) || !strings.Contains(err.Error(), "within a page") {
 		t.Errorf("offset and address differ within a page: %v", err)
 	}

@@ -67,10 +67,21 @@ type Region struct {
 // Go's heap. Either all of it is registered or none.
 func (p *PD) Register(mem []byte, a Access) (*Region, error) {
 	addr := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(mem))))
-	r := &Region{pd: p, addr: addr, bytes: uint64(len(mem)), slice: sliceBytes(p.dev.limits.MaxMRSize, uint64(os.Getpagesize()))}
-	return r.register("memory", func(offset, n uint64, e *C.int) *C.struct_ibv_mr {
+	return p.registerRange("memory", addr, uint64(len(mem)), a, func(e syscall.Errno) string { return memoryHint(e, uint64(len(mem))) })
+}
+
+// RegisterRange registers length bytes of device memory at an address that is
+// the device's own, and is never followed here. It takes a module of the kernel
+// that knows the device's addresses, such as nvidia_peermem.
+func (p *PD) RegisterRange(addr, length uint64, a Access) (*Region, error) {
+	return p.registerRange("device memory", addr, length, a, rangeHint)
+}
+
+func (p *PD) registerRange(what string, addr, length uint64, a Access, hint func(syscall.Errno) string) (*Region, error) {
+	r := &Region{pd: p, addr: addr, bytes: length, slice: sliceBytes(p.dev.limits.MaxMRSize, uint64(os.Getpagesize()))}
+	return r.register(what, func(offset, n uint64, e *C.int) *C.struct_ibv_mr {
 		return C.rd_reg_mr(p.c, C.uint64_t(addr+offset), C.size_t(n), C.uint(a), e)
-	}, func(e syscall.Errno) string { return memoryHint(e, uint64(len(mem))) })
+	}, hint)
 }
 
 // RegisterDMABuf registers length bytes of device memory at offset of the
@@ -169,6 +180,15 @@ func memoryHint(e syscall.Errno, n uint64) string {
 		return "the range is not mapped, or is memory that the driver cannot pin"
 	case syscall.EINVAL:
 		return "the device does not take this range, or this kind of access"
+	default:
+		return ""
+	}
+}
+
+func rangeHint(e syscall.Errno) string {
+	switch e {
+	case syscall.EFAULT, syscall.ENOMEM, syscall.EINVAL:
+		return "no module of the kernel knows these addresses, or the device and this card cannot reach each other"
 	default:
 		return ""
 	}

@@ -54,6 +54,9 @@ type PD struct{}
 // Register returns [ErrUnavailable].
 func (*PD) Register([]byte, Access) (*Region, error) { return nil, unavailable() }
 
+// RegisterRange returns [ErrUnavailable].
+func (*PD) RegisterRange(_, _ uint64, _ Access) (*Region, error) { return nil, unavailable() }
+
 // RegisterDMABuf returns [ErrUnavailable].
 func (*PD) RegisterDMABuf(_ int, _, _, _ uint64, _ Access) (*Region, error) {
 	return nil, unavailable()

@@ -397,6 +397,8 @@ func (x *HelloResponse) GetTransports() []*Transport {
 	return nil
 }
 
+// LinkRequest says hello, and what it is for. Those that follow have nothing but
+// ask.
 type LinkRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	From          *Life                  `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
@@ -404,6 +406,7 @@ type LinkRequest struct {
 	ToIncarnation uint64                 `protobuf:"varint,3,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"`
 	Transport     string                 `protobuf:"bytes,4,opt,name=transport,proto3" json:"transport,omitempty"` // its name
 	Hello         []byte                 `protobuf:"bytes,5,opt,name=hello,proto3" json:"hello,omitempty"`         // opaque to others
+	Ask           []byte                 `protobuf:"bytes,6,opt,name=ask,proto3" json:"ask,omitempty"`             // opaque to others
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -473,6 +476,14 @@ func (x *LinkRequest) GetHello() []byte {
 	return nil
 }
 
+func (x *LinkRequest) GetAsk() []byte {
+	if x != nil {
+		return x.Ask
+	}
+	return nil
+}
+
+// LinkResponse answers the hello, and then each ask, in order, without life.
 type LinkResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Life          *Life                  `protobuf:"bytes,1,opt,name=life,proto3" json:"life,omitempty"`
@@ -1607,13 +1618,14 @@ const file_peer_proto_rawDesc = "" +
 	"\x06arenas\x18\x04 \x03(\v2\x11.kvferry.v1.ArenaR\x06arenas\x125\n" +
 	"\n" +
 	"transports\x18\x05 \x03(\v2\x15.kvferry.v1.TransportR\n" +
-	"transports\"\x9e\x01\n" +
+	"transports\"\xb0\x01\n" +
 	"\vLinkRequest\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvferry.v1.LifeR\x04from\x12\x0e\n" +
 	"\x02to\x18\x02 \x01(\tR\x02to\x12%\n" +
 	"\x0eto_incarnation\x18\x03 \x01(\x04R\rtoIncarnation\x12\x1c\n" +
 	"\ttransport\x18\x04 \x01(\tR\ttransport\x12\x14\n" +
-	"\x05hello\x18\x05 \x01(\fR\x05hello\"L\n" +
+	"\x05hello\x18\x05 \x01(\fR\x05hello\x12\x10\n" +
+	"\x03ask\x18\x06 \x01(\fR\x03ask\"L\n" +
 	"\fLinkResponse\x12$\n" +
 	"\x04life\x18\x01 \x01(\v2\x10.kvferry.v1.LifeR\x04life\x12\x16\n" +
 	"\x06answer\x18\x02 \x01(\fR\x06answer\"B\n" +
@@ -1687,10 +1699,10 @@ const file_peer_proto_rawDesc = "" +
 	"\x05pages\x18\x04 \x03(\rR\x05pages\x12\x14\n" +
 	"\x05slots\x18\x05 \x03(\rR\x05slots\"'\n" +
 	"\x11ChecksumsResponse\x12\x12\n" +
-	"\x04sums\x18\x01 \x03(\x03R\x04sums2\xd6\x04\n" +
+	"\x04sums\x18\x01 \x03(\x03R\x04sums2\xd8\x04\n" +
 	"\x04Peer\x12<\n" +
-	"\x05Hello\x12\x18.kvferry.v1.HelloRequest\x1a\x19.kvferry.v1.HelloResponse\x12;\n" +
-	"\x04Link\x12\x17.kvferry.v1.LinkRequest\x1a\x18.kvferry.v1.LinkResponse0\x01\x12=\n" +
+	"\x05Hello\x12\x18.kvferry.v1.HelloRequest\x1a\x19.kvferry.v1.HelloResponse\x12=\n" +
+	"\x04Link\x12\x17.kvferry.v1.LinkRequest\x1a\x18.kvferry.v1.LinkResponse(\x010\x01\x12=\n" +
 	"\x04Push\x12\x17.kvferry.v1.PushRequest\x1a\x18.kvferry.v1.PushResponse(\x010\x01\x12?\n" +
 	"\x06Lookup\x12\x19.kvferry.v1.LookupRequest\x1a\x1a.kvferry.v1.LookupResponse\x12C\n" +
 	"\bSnapshot\x12\x1b.kvferry.v1.SnapshotRequest\x1a\x18.kvferry.v1.SnapshotItem0\x01\x12<\n" +

@@ -41,9 +41,10 @@ type PeerClient interface {
 	Hello(ctx context.Context, in *HelloRequest, opts ...grpc.CallOption) (*HelloResponse, error)
 	// Link is the hello of one link of a transport whose two sides must agree on
 	// something that lives only as long as both do, such as a queue pair: one
-	// answer, and then silence. The stream's break is how each side learns that
-	// the other has let go, or is gone.
-	Link(ctx context.Context, in *LinkRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LinkResponse], error)
+	// answer, and then silence, or a question and an answer now and then, as the
+	// transport has it. The stream's break is how each side learns that the other
+	// has let go, or is gone.
+	Link(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[LinkRequest, LinkResponse], error)
 	// Push tells a node what was published for it, and which of those ended.
 	Push(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[PushRequest, PushResponse], error)
 	// Lookup finds one live publication of this node.
@@ -80,24 +81,18 @@ func (c *peerClient) Hello(ctx context.Context, in *HelloRequest, opts ...grpc.C
 	return out, nil
 }
 
-func (c *peerClient) Link(ctx context.Context, in *LinkRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LinkResponse], error) {
+func (c *peerClient) Link(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[LinkRequest, LinkResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &Peer_ServiceDesc.Streams[0], Peer_Link_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
 	x := &grpc.GenericClientStream[LinkRequest, LinkResponse]{ClientStream: stream}
-	if err := x.ClientStream.SendMsg(in); err != nil {
-		return nil, err
-	}
-	if err := x.ClientStream.CloseSend(); err != nil {
-		return nil, err
-	}
 	return x, nil
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Peer_LinkClient = grpc.ServerStreamingClient[LinkResponse]
+type Peer_LinkClient = grpc.BidiStreamingClient[LinkRequest, LinkResponse]
 
 func (c *peerClient) Push(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[PushRequest, PushResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -192,9 +187,10 @@ type PeerServer interface {
 	Hello(context.Context, *HelloRequest) (*HelloResponse, error)
 	// Link is the hello of one link of a transport whose two sides must agree on
 	// something that lives only as long as both do, such as a queue pair: one
-	// answer, and then silence. The stream's break is how each side learns that
-	// the other has let go, or is gone.
-	Link(*LinkRequest, grpc.ServerStreamingServer[LinkResponse]) error
+	// answer, and then silence, or a question and an answer now and then, as the
+	// transport has it. The stream's break is how each side learns that the other
+	// has let go, or is gone.
+	Link(grpc.BidiStreamingServer[LinkRequest, LinkResponse]) error
 	// Push tells a node what was published for it, and which of those ended.
 	Push(grpc.BidiStreamingServer[PushRequest, PushResponse]) error
 	// Lookup finds one live publication of this node.
@@ -224,7 +220,7 @@ type UnimplementedPeerServer struct{}
 func (UnimplementedPeerServer) Hello(context.Context, *HelloRequest) (*HelloResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Hello not implemented")
 }
-func (UnimplementedPeerServer) Link(*LinkRequest, grpc.ServerStreamingServer[LinkResponse]) error {
+func (UnimplementedPeerServer) Link(grpc.BidiStreamingServer[LinkRequest, LinkResponse]) error {
 	return status.Error(codes.Unimplemented, "method Link not implemented")
 }
 func (UnimplementedPeerServer) Push(grpc.BidiStreamingServer[PushRequest, PushResponse]) error {
@@ -288,15 +284,11 @@ func _Peer_Hello_Handler(srv interface{}, ctx context.Context, dec func(interfac
 }
 
 func _Peer_Link_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(LinkRequest)
-	if err := stream.RecvMsg(m); err != nil {
-		return err
-	}
-	return srv.(PeerServer).Link(m, &grpc.GenericServerStream[LinkRequest, LinkResponse]{ServerStream: stream})
+	return srv.(PeerServer).Link(&grpc.GenericServerStream[LinkRequest, LinkResponse]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Peer_LinkServer = grpc.ServerStreamingServer[LinkResponse]
+type Peer_LinkServer = grpc.BidiStreamingServer[LinkRequest, LinkResponse]
 
 func _Peer_Push_Handler(srv interface{}, stream grpc.ServerStream) error {
 	return srv.(PeerServer).Push(&grpc.GenericServerStream[PushRequest, PushResponse]{ServerStream: stream})
@@ -443,6 +435,7 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "Link",
 			Handler:       _Peer_Link_Handler,
 			ServerStreams: true,
+			ClientStreams: true,
 		},
 		{
 			StreamName:    "Push",

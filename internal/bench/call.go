@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"path/filepath"
 	"sync"
@@ -17,13 +16,16 @@ import (
 )
 
 // The two processes of a pull say by a connection a queue pair what RDMA cannot:
-// a greeting, its answer, a JSON document each, and then nothing. The connection's
-// end is that of the queue pairs on both sides. It is a socket in the directory
-// where peers of one host meet, which none but this user can enter.
+// a greeting and its answer, questions and theirs, a JSON document each. The
+// connection's end is that of the queue pairs on both sides. It is a socket in the
+// directory where peers of one host meet, which none but this user can enter.
 type (
 	greeting struct {
 		Reader id.Life `json:"reader"`
 		Hello  []byte  `json:"hello"` // which says whom it is for
+	}
+	ask struct {
+		Ask []byte `json:"ask"`
 	}
 	reply struct {
 		Answer []byte `json:"answer"`
@@ -32,7 +34,7 @@ type (
 
 const (
 	callSocket  = "calls"
-	callBytes   = 64 << 10 // of a document
+	maxAsked    = 16 // answers that nobody has taken
 	callTimeout = 10 * time.Second
 	maxCalls    = 1024 // at once
 )
@@ -84,26 +86,34 @@ func (s *callServer) serve(ctx context.Context, c *net.UnixConn) {
 	defer c.Close()
 	var g greeting
 	_ = c.SetDeadline(time.Now().Add(callTimeout))
-	if err := json.NewDecoder(io.LimitReader(c, callBytes)).Decode(&g); err != nil {
+	in := json.NewDecoder(c) // of a process of this user
+	if err := in.Decode(&g); err != nil {
 		return
 	}
+	_ = c.SetDeadline(time.Time{})
+	asked := make(chan []byte)
+	watch.Go(func() { hear(ctx, in, asked); cancel() })
 	// Why a call was refused is told to the reader by the answer, or by the end.
-	_ = s.transport.Serve(ctx, g.Reader, g.Hello, func(answer []byte) error {
-		if err := json.NewEncoder(c).Encode(reply{answer}); err != nil {
-			return err
-		}
-		_ = c.SetDeadline(time.Time{})
-		watch.Go(func() { hear(c, cancel) })
-		return nil
+	_ = s.transport.Serve(ctx, g.Reader, g.Hello, asked, func(answer []byte) error {
+		_ = c.SetWriteDeadline(time.Now().Add(callTimeout))
+		return json.NewEncoder(c).Encode(reply{answer})
 	})
 }
 
-// hear calls ended when the other side has ended the call, or has broken its
-// silence, or c is closed.
-func hear(c net.Conn, ended func()) {
-	var b [1]byte
-	_, _ = c.Read(b[:])
-	ended()
+// hear gives on what a reader asks, until it has ended the call, or ctx ends,
+// which closes what in reads.
+func hear(ctx context.Context, in *json.Decoder, asked chan<- []byte) {
+	for {
+		var q ask
+		if in.Decode(&q) != nil {
+			return
+		}
+		select {
+		case asked <- q.Ask:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // close ends every call, and waits.
@@ -115,8 +125,10 @@ func (s *callServer) close() {
 
 // call is the reader's side of one call.
 type call struct {
-	conn  net.Conn
-	ended chan struct{}
+	conn    net.Conn
+	in      *json.Decoder
+	answers chan []byte
+	ended   chan struct{}
 }
 
 // dialCall is [rdmaread.Options.Call] of a reader whose peer is met in dir.
@@ -129,32 +141,58 @@ func dialCall(ctx context.Context, dir string, reader id.Life, peer transfer.Pee
 		return nil, nil, err
 	}
 	stop := context.AfterFunc(ctx, func() { _ = c.Close() })
-	answer, err := greet(c, greeting{Reader: reader, Hello: hello})
+	in := json.NewDecoder(c)
+	answer, err := greet(c, in, greeting{Reader: reader, Hello: hello})
 	if !stop() && err == nil {
 		err = context.Cause(ctx)
 	}
 	if err != nil {
 		return nil, nil, errors.Join(fmt.Errorf("call %s: %w", peer.Life, err), c.Close())
 	}
-	k := &call{conn: c, ended: make(chan struct{})}
+	k := &call{conn: c, in: in, answers: make(chan []byte, maxAsked), ended: make(chan struct{})}
 	go k.watch()
 	return answer, k, nil
 }
 
 // greet returns the answer.
-func greet(c net.Conn, g greeting) ([]byte, error) {
+func greet(c net.Conn, in *json.Decoder, g greeting) ([]byte, error) {
 	if err := json.NewEncoder(c).Encode(g); err != nil {
 		return nil, err
 	}
 	var r reply
-	if err := json.NewDecoder(io.LimitReader(c, callBytes)).Decode(&r); err != nil {
+	if err := in.Decode(&r); err != nil {
 		return nil, err
 	}
 	return r.Answer, nil
 }
 
 // watch ends with the connection, for which Close waits.
-func (k *call) watch() { hear(k.conn, func() { close(k.ended) }) }
+func (k *call) watch() {
+	defer close(k.ended)
+	for {
+		var r reply
+		if k.in.Decode(&r) != nil {
+			return
+		}
+		select {
+		case k.answers <- r.Answer:
+		default: // nobody has asked
+			return
+		}
+	}
+}
+
+// Send implements [rdmaread.Call].
+func (k *call) Send(ctx context.Context, question []byte) error {
+	end, _ := ctx.Deadline() // none: the zero time
+	if err := k.conn.SetWriteDeadline(end); err != nil {
+		return err
+	}
+	return json.NewEncoder(k.conn).Encode(ask{question})
+}
+
+// Answers implements [rdmaread.Call].
+func (k *call) Answers() <-chan []byte { return k.answers }
 
 // Ended implements [rdmaread.Call].
 func (k *call) Ended() <-chan struct{} { return k.ended }

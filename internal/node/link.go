@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -30,14 +32,15 @@ const (
 	maxHello     = 64 << 10 // bytes of a hello, and of an answer
 	maxLinks     = 16384    // that stand at once, of all peers
 	maxPeerLinks = 512      // of one
+	maxAsked     = 16       // questions of a link that have no answer yet
 )
 
 // linkServer is a transport whose links are opened by a call of the peer service.
 type linkServer interface {
 	// Serve answers a hello of a life that has been proven to be it, at most
-	// once, and returns when nothing is left of what the hello has asked for: at
-	// the latest after ctx has ended.
-	Serve(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error
+	// once, then each question, and returns when nothing is left of what the
+	// hello has asked for: at the latest after ctx has ended.
+	Serve(ctx context.Context, reader id.Life, hello []byte, asked <-chan []byte, answer func([]byte) error) error
 }
 
 // links counts what peers have opened.
@@ -81,8 +84,12 @@ func (l *links) refusals() uint64 {
 
 // Link lets a member open one link of a transport, which stands as long as the
 // stream does, the member is one, and this node serves.
-func (s peerService) Link(req *kvferrypb.LinkRequest, stream grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
+func (s peerService) Link(stream grpc.BidiStreamingServer[kvferrypb.LinkRequest, kvferrypb.LinkResponse]) error {
 	n := s.node
+	req, err := stream.Recv()
+	if err != nil {
+		return err
+	}
 	reader, server, err := s.linked(stream.Context(), req)
 	if err != nil {
 		n.metrics.badMessages.WithLabelValues("link").Inc()
@@ -101,8 +108,15 @@ func (s peerService) Link(req *kvferrypb.LinkRequest, stream grpc.ServerStreamin
 	for _, other := range []context.Context{member.ctx, n.ctx} {
 		defer context.AfterFunc(other, func() { stop(context.Cause(other)) })()
 	}
-	err = server.Serve(ctx, reader, req.GetHello(), func(answer []byte) error {
-		return stream.Send(&kvferrypb.LinkResponse{Life: lifeMessage(n.life), Answer: answer})
+	asked := make(chan []byte) // a transport takes each as it comes
+	if !n.spawn(func() { stop(n.hear(ctx, stream, asked)) }) {
+		return transfer.ErrClosed
+	}
+	life := lifeMessage(n.life) // told once
+	err = server.Serve(ctx, reader, req.GetHello(), asked, func(answer []byte) error {
+		res := &kvferrypb.LinkResponse{Life: life, Answer: answer}
+		life = nil
+		return stream.Send(res)
 	})
 	switch {
 	case err == nil:
@@ -111,6 +125,30 @@ func (s peerService) Link(req *kvferrypb.LinkRequest, stream grpc.ServerStreamin
 		return fmt.Errorf("%w: %w", errNoLink, err)
 	default:
 		return fmt.Errorf("%w: %w", errHello, err)
+	}
+}
+
+// hear gives on what a reader asks. It returns when the stream has ended, which is
+// soon after Link has returned, or when the reader breaks the rules. A reader
+// that says only that it will ask no more has not ended the link.
+func (n *Node) hear(ctx context.Context, stream grpc.BidiStreamingServer[kvferrypb.LinkRequest, kvferrypb.LinkResponse], asked chan<- []byte) error {
+	for {
+		req, err := stream.Recv()
+		switch {
+		case errors.Is(err, io.EOF):
+			<-ctx.Done()
+			return nil
+		case err != nil:
+			return err
+		case len(req.GetAsk()) == 0 || len(req.GetAsk()) > maxHello:
+			n.metrics.badMessages.WithLabelValues("link").Inc()
+			return fmt.Errorf("%w: a question of %d bytes, want 1 to %d", errHello, len(req.GetAsk()), maxHello)
+		}
+		select {
+		case asked <- req.GetAsk():
+		case <-ctx.Done():
+			return nil
+		}
 	}
 }
 
@@ -136,12 +174,31 @@ func (s peerService) linked(ctx context.Context, req *kvferrypb.LinkRequest) (re
 	return reader, server, nil
 }
 
-// linkCall is our side of a link that a peer's transport has answered: a stream that
-// says nothing more.
+// linkCall is our side of a link that a peer's transport has answered.
 type linkCall struct {
-	stop  context.CancelCauseFunc
-	ended chan struct{} // closed when the stream has ended
+	stream  grpc.BidiStreamingClient[kvferrypb.LinkRequest, kvferrypb.LinkResponse]
+	stop    context.CancelCauseFunc
+	answers chan []byte
+	open    atomic.Int32  // questions without an answer
+	ended   chan struct{} // closed when the stream has ended
 }
+
+// Send asks the peer something. It may wait for the network, and the end of ctx
+// ends the link then. One goroutine may call it at a time.
+func (c *linkCall) Send(ctx context.Context, ask []byte) error {
+	if c.open.Add(1) > maxAsked {
+		return fmt.Errorf("%w: more than %d questions without an answer", errHello, maxAsked)
+	}
+	defer context.AfterFunc(ctx, func() { c.stop(context.Cause(ctx)) })()
+	err := c.stream.Send(&kvferrypb.LinkRequest{Ask: ask})
+	if errors.Is(err, io.EOF) { // why is the watcher's to find out
+		return fmt.Errorf("link %w", transfer.ErrClosed)
+	}
+	return err
+}
+
+// Answers are those to what was asked, in order. It is not closed.
+func (c *linkCall) Answers() <-chan []byte { return c.answers }
 
 // Ended is closed when the peer has ended the link, or is gone.
 func (c *linkCall) Ended() <-chan struct{} { return c.ended }
@@ -154,11 +211,22 @@ func (c *linkCall) Close() error {
 	return nil
 }
 
-// watch returns when the peer has ended the stream, or says anything on it.
-func (c *linkCall) watch(stream grpc.ServerStreamingClient[kvferrypb.LinkResponse]) {
-	_, _ = stream.Recv() // its end is all that is waited for
-	c.stop(transfer.ErrClosed)
-	close(c.ended)
+// watch takes answers, and returns when the peer has ended the stream, or says
+// anything that nobody has asked.
+func (c *linkCall) watch() {
+	defer close(c.ended)
+	defer c.stop(transfer.ErrClosed)
+	for {
+		res, err := c.stream.Recv()
+		if err != nil || c.open.Add(-1) < 0 || len(res.GetAnswer()) > maxHello {
+			return
+		}
+		select {
+		case c.answers <- res.GetAnswer():
+		default: // nobody takes them
+			return
+		}
+	}
 }
 
 // callPeer opens a link of a transport to exactly this life: its answer, and what
@@ -174,13 +242,13 @@ func (n *Node) callPeer(ctx context.Context, transport string, life id.Life, hel
 	standing, stop := context.WithCancelCause(p.ctx)
 	inTime := context.AfterFunc(ctx, func() { stop(context.Cause(ctx)) })
 	stream, answer, err := p.link(standing, transport, hello)
-	c := &linkCall{stop: stop, ended: make(chan struct{})}
+	c := &linkCall{stream: stream, stop: stop, answers: make(chan []byte, maxAsked), ended: make(chan struct{})}
 	switch {
 	case err != nil && standing.Err() != nil:
 		err = transfer.Reason(standing)
 	case err == nil && !inTime():
 		err = transfer.Reason(ctx)
-	case err == nil && !n.spawn(func() { c.watch(stream) }):
+	case err == nil && !n.spawn(c.watch):
 		err = transfer.ErrClosed
 	}
 	if err != nil {
@@ -192,11 +260,15 @@ func (n *Node) callPeer(ctx context.Context, transport string, life id.Life, hel
 }
 
 // link says a transport's hello and returns the answer.
-func (p *peer) link(ctx context.Context, transport string, hello []byte) (grpc.ServerStreamingClient[kvferrypb.LinkResponse], []byte, error) {
-	stream, err := p.rpc.Link(ctx, &kvferrypb.LinkRequest{
+func (p *peer) link(ctx context.Context, transport string, hello []byte) (grpc.BidiStreamingClient[kvferrypb.LinkRequest, kvferrypb.LinkResponse], []byte, error) {
+	stream, err := p.rpc.Link(ctx)
+	if err != nil {
+		return nil, nil, linkError(err)
+	}
+	err = stream.Send(&kvferrypb.LinkRequest{
 		From: lifeMessage(p.node.life), To: string(p.life.Node), ToIncarnation: uint64(p.life.Incarnation), Transport: transport, Hello: hello,
 	})
-	if err != nil {
+	if err != nil && !errors.Is(err, io.EOF) { // Recv says why it has ended
 		return nil, nil, linkError(err)
 	}
 	res, err := stream.Recv()

@@ -42,7 +42,7 @@ func serveToy(n *member) *toy {
 	return y
 }
 
-func (y *toy) serve(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error {
+func (y *toy) serve(ctx context.Context, reader id.Life, hello []byte, asked <-chan []byte, answer func([]byte) error) error {
 	switch word, _, _ := strings.Cut(string(hello), " "); word {
 	case "unavailable":
 		return fmt.Errorf("another fabric: %w", transfer.ErrUnavailable)
@@ -61,9 +61,31 @@ func (y *toy) serve(ctx context.Context, reader id.Life, hello []byte, answer fu
 		return err
 	}
 	y.standing <- standing{reader, hang}
-	<-ctx.Done()
-	y.ended <- context.Cause(ctx)
-	return nil
+	for {
+		select {
+		case ask := <-asked:
+			if err := answer(append([]byte("answer to "), ask...)); err != nil {
+				return err
+			}
+		case <-ctx.Done():
+			y.ended <- context.Cause(ctx)
+			return nil
+		}
+	}
+}
+
+// linkStream is what an owner has of a link.
+type linkStream = grpc.BidiStreamingServer[kvferrypb.LinkRequest, kvferrypb.LinkResponse]
+
+// askLink says a first message, and returns the error of the answer.
+func askLink(t testing.TB, peer kvferrypb.PeerClient, req *kvferrypb.LinkRequest) error {
+	t.Helper()
+	stream, err := peer.Link(t.Context())
+	if err == nil {
+		_ = stream.Send(req) // Recv says why it was refused
+		_, err = stream.Recv()
+	}
+	return err
 }
 
 // arrives receives, or fails the test.
@@ -116,6 +138,17 @@ func testLink(t *testing.T, secure bool) {
 		return c, arrives(t, "the owner to hear of it", y.standing)
 	}
 	first, s := open()
+	for i := range 3 * node.MaxAsked { // in order, and as many as are answered
+		ask := fmt.Appendf(nil, "question %d", i)
+		if err := first.Send(t.Context(), ask); err != nil {
+			t.Fatal(err)
+		}
+		if i >= 4 { // some are under way at any time
+			if a, want := arrives(t, "an answer", first.Answers()), fmt.Sprintf("answer to question %d", i-4); string(a) != want {
+				t.Fatalf("%q, want %q", a, want)
+			}
+		}
+	}
 	if s.reader != decode.Life() {
 		t.Errorf("the owner was told that %s reads, which is %s", s.reader, decode.Life())
 	}
@@ -257,7 +290,7 @@ func TestLinkRefusals(t *testing.T) {
 func TestHostileLinkRequests(t *testing.T) {
 	prefill, decode := startPair(t)
 	served := make(chan id.Life, 16)
-	prefill.ServeLinks("toy", func(_ context.Context, reader id.Life, _ []byte, _ func([]byte) error) error {
+	prefill.ServeLinks("toy", func(_ context.Context, reader id.Life, _ []byte, _ <-chan []byte, _ func([]byte) error) error {
 		served <- reader
 		return nil
 	})
@@ -290,10 +323,7 @@ func TestHostileLinkRequests(t *testing.T) {
 			before := metric(t, prefill, bad)
 			req := good()
 			tt.change(req)
-			stream, err := peer.Link(t.Context(), req)
-			if err == nil {
-				_, err = stream.Recv()
-			}
+			err := askLink(t, peer, req)
 			if status.Code(err) != tt.code {
 				t.Errorf("%v, want %v", err, tt.code)
 			}
@@ -308,10 +338,7 @@ func TestHostileLinkRequests(t *testing.T) {
 		work.Go(func() {
 			req := good()
 			req.From = life(of)
-			stream, err := peer.Link(t.Context(), req)
-			if err == nil {
-				_, err = stream.Recv()
-			}
+			err := askLink(t, peer, req)
 			if status.Code(err) != codes.Unavailable {
 				t.Errorf("of %s: %v, want that it may try again", of, err)
 			}
@@ -321,9 +348,7 @@ func TestHostileLinkRequests(t *testing.T) {
 	if len(served) > 0 {
 		t.Errorf("%s was served", <-served)
 	}
-	if stream, err := peer.Link(t.Context(), good()); err != nil {
-		t.Error(err)
-	} else if _, err := stream.Recv(); len(served) != 1 {
+	if err := askLink(t, peer, good()); len(served) != 1 {
 		t.Errorf("the honest request: %v", err)
 	}
 }
@@ -342,14 +367,10 @@ func TestLinkOfALateMember(t *testing.T) {
 		t.Fatal(err)
 	}
 	ask := func() error {
-		stream, err := dialPeer(t, prefill, insecure.NewCredentials()).Link(t.Context(), &kvferrypb.LinkRequest{
+		return askLink(t, dialPeer(t, prefill, insecure.NewCredentials()), &kvferrypb.LinkRequest{
 			From: &kvferrypb.Life{Node: "late", Incarnation: uint64(late.Incarnation)},
 			To:   "prefill", ToIncarnation: uint64(prefill.Life().Incarnation), Transport: "toy", Hello: []byte("hello"),
 		})
-		if err == nil {
-			_, err = stream.Recv()
-		}
-		return err
 	}
 	if err := ask(); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "not a member here") {
 		t.Errorf("%v, want that it is not a member yet", err)
@@ -370,6 +391,57 @@ func TestLinkOfALateMember(t *testing.T) {
 	}
 }
 
+// TestQuestionsOfALinkAreBounded: who asks without end is ended, who is answered
+// nothing is told, and what nobody can answer is refused.
+func TestQuestionsOfALinkAreBounded(t *testing.T) {
+	prefill, decode := startPair(t)
+	ended := make(chan error, 4)
+	prefill.ServeLinks("mute", func(ctx context.Context, _ id.Life, _ []byte, asked <-chan []byte, answer func([]byte) error) error {
+		defer func() { ended <- context.Cause(ctx) }()
+		if err := answer([]byte("yes")); err != nil {
+			return err
+		}
+		for {
+			select {
+			case <-asked: // and says nothing
+			case <-ctx.Done():
+				return nil
+			}
+		}
+	})
+	open := func() node.Call {
+		t.Helper()
+		_, c, err := decode.CallPeer(t.Context(), "mute", prefill.Life(), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	c := open()
+	for range node.MaxAsked {
+		if err := c.Send(t.Context(), []byte("?")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.Send(t.Context(), []byte("?")); err == nil {
+		t.Errorf("%d questions without an answer are asked", node.MaxAsked+1)
+	}
+	c.Close()
+	arrives(t, "the owner's side to end", ended)
+	if err := c.Send(t.Context(), []byte("?")); err == nil {
+		t.Error("a link that has ended is asked")
+	}
+	for name, ask := range map[string][]byte{"nothing": nil, "too much": make([]byte, node.MaxHello+1)} {
+		c := open()
+		if err := c.Send(t.Context(), ask); err != nil {
+			t.Fatal(err)
+		}
+		arrives(t, "the link to end that asks "+name, c.Ended())
+		arrives(t, "the owner's side to end", ended)
+		c.Close()
+	}
+}
+
 // TestLinkNeedsAName: with certificates a link is of whoever has proved it, and who
 // is not let in hears why.
 func TestLinkNeedsAName(t *testing.T) {
@@ -379,13 +451,10 @@ func TestLinkNeedsAName(t *testing.T) {
 	mallory := identityOf(t, a, "mallory")
 	peer := dialPeer(t, prefill, credentials.NewTLS(mallory.Client(identity.Peer, "prefill")))
 	before := metric(t, prefill, peerRefusals)
-	stream, err := peer.Link(t.Context(), &kvferrypb.LinkRequest{
+	err := askLink(t, peer, &kvferrypb.LinkRequest{
 		From: &kvferrypb.Life{Node: "decode", Incarnation: uint64(decode.Life().Incarnation)},
 		To:   "prefill", ToIncarnation: uint64(prefill.Life().Incarnation), Transport: "toy", Hello: []byte("hello"),
 	})
-	if err == nil {
-		_, err = stream.Recv()
-	}
 	if status.Code(err) != codes.PermissionDenied || len(y.standing) > 0 {
 		t.Errorf("mallory speaks for decode: %v", err)
 	}
@@ -400,15 +469,15 @@ func TestHostileLinkAnswers(t *testing.T) {
 	imp := startImpostor(t, decode, nil)
 	truth := imp.truth.GetLife()
 	for name, tt := range map[string]struct {
-		link func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error
+		link func(linkStream) error
 		is   error // nil: any
 		ends bool  // it stands, and ends
 	}{
-		"nothing":          {func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error { return nil }, nil, false},
+		"nothing":          {func(linkStream) error { return nil }, nil, false},
 		"another life":     {answers(&kvferrypb.LinkResponse{Life: &kvferrypb.Life{Node: "impostor", Incarnation: 1}}), transfer.ErrIdentity, false},
 		"nobody":           {answers(&kvferrypb.LinkResponse{}), transfer.ErrIdentity, false},
 		"more than it may": {answers(&kvferrypb.LinkResponse{Life: truth, Answer: make([]byte, node.MaxHello+1)}), nil, false},
-		"not a member yet": {func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
+		"not a member yet": {func(linkStream) error {
 			return status.Error(codes.Unavailable, "not a member here")
 		}, nil, false},
 		"two answers": {answers(&kvferrypb.LinkResponse{Life: truth}, &kvferrypb.LinkResponse{Life: truth}), nil, true},
@@ -436,8 +505,8 @@ func TestHostileLinkAnswers(t *testing.T) {
 }
 
 // answers says these, and then stays silent.
-func answers(all ...*kvferrypb.LinkResponse) func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
-	return func(_ *kvferrypb.LinkRequest, s grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
+func answers(all ...*kvferrypb.LinkResponse) func(linkStream) error {
+	return func(s linkStream) error {
 		for _, a := range all {
 			if err := s.Send(a); err != nil {
 				return err

@@ -173,6 +173,8 @@ type faults struct {
 	reorder     uint32
 	stuck       uint32
 	noFlush     uint32
+	noDMABuf    uint32
+	pad0        uint32
 	enomem      [verbs]uint32 // the call that fails, from 1
 	calls       [verbs]uint32
 	begun       uint64 // work requests

@@ -46,6 +46,7 @@ type Faults struct {
 	QPENOMEM      int    // of create_qp
 	ChannelENOMEM int    // of create_comp_channel
 	Memlock       uint64 // bytes that a process may lock by regions and completion queues
+	NoDMABuf      bool   // reg_dmabuf_mr says EOPNOTSUPP, as Soft-RoCE and old drivers do
 }
 
 const statusRemOpErr = 11
@@ -72,7 +73,7 @@ func (w *World) Set(f Faults) {
 		}
 		for p, v := range map[*uint32]uint32{
 			&s.maxReads: uint32(f.MaxReads), &s.lose: uint32(f.Lose), &s.fail: uint32(f.Fail), &s.failStatus: uint32(f.FailStatus), &s.postENOMEM: uint32(f.PostENOMEM),
-			&s.reorder: flag(f.Reorder), &s.stuck: flag(f.Stuck), &s.noFlush: flag(f.NoFlush),
+			&s.reorder: flag(f.Reorder), &s.stuck: flag(f.Stuck), &s.noFlush: flag(f.NoFlush), &s.noDMABuf: flag(f.NoDMABuf),
 		} {
 			atomic.StoreUint32(p, v)
 		}

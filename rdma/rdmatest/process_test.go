@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/rdma"
 	"github.com/kvferry/kvferry/rdma/rdmatest"
@@ -28,7 +29,13 @@ const role = "RDMATEST_ROLE" // of a child process
 func TestMain(m *testing.M) {
 	switch os.Getenv(role) {
 	case "owner":
-		beOwner()
+		memory := must(syscall.Mmap(-1, 0, size, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANONYMOUS))
+		beOwner(memory, func(pd *rdma.PD) (*rdma.Region, error) { return pd.Register(memory, rdma.RemoteRead) })
+	case "dma-buf":
+		fd := must(unix.MemfdCreate("dma-buf", 0))
+		must(0, unix.Ftruncate(fd, size))
+		memory := must(syscall.Mmap(fd, 0, size, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED))
+		beOwner(memory, func(pd *rdma.PD) (*rdma.Region, error) { return pd.RegisterDMABuf(fd, 0, size, 1<<40, rdma.RemoteRead) })
 	case "heap":
 		beHeap()
 	default:
@@ -47,16 +54,15 @@ func must[T any](v T, err error) T {
 
 func ownersByte(i int) byte { return byte(i*13 + i>>11) }
 
-// beOwner serves reads: for every line "QPN" it makes a queue pair for
+// beOwner serves reads of memory that it fills and registers: for every line "QPN" it makes a queue pair for
 // that one of the reader on double1, and answers "QPN ADDRESS KEY".
-func beOwner() {
+func beOwner(memory []byte, register func(*rdma.PD) (*rdma.Region, error)) {
 	device := must(rdma.Open("double0"))
 	pd := must(device.NewPD())
-	memory := must(syscall.Mmap(-1, 0, size, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANONYMOUS))
 	for i := range memory {
 		memory[i] = ownersByte(i)
 	}
-	region := must(pd.Register(memory, rdma.RemoteRead))
+	region := must(register(pd))
 	s := &side{device: device, pd: pd, region: region, port: must(device.Port(1))}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {

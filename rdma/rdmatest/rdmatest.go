@@ -23,9 +23,10 @@
 // too little under way is as slow as it would be; without them a read takes
 // the time of a copy by the kernel. It serves READ on port 1 of reliable
 // queue pairs, and nothing else: no SEND, WRITE, or atomics, no shared receive
-// queues, no dma-buf. Memory that was unmapped while it was registered is an
-// error here (remote operation error, local protection error); a card would go
-// on reading it.
+// queues. A dma-buf is any file that can be mapped, such as a memfd: who
+// registers one reads and writes its pages, as a card does those of a device.
+// Memory that was unmapped while it was registered is an error here (remote
+// operation error, local protection error); a card would go on reading it.
 package rdmatest
 
 import (

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -27,11 +26,12 @@ type device struct {
 	t          *Transport
 	dev        *rdma.Device
 	pd         *rdma.PD
-	seals      *rdma.Region
-	arenas     [id.MaxRanks]*rdma.Region
-	open       []*rdma.Region // all of them, in order
+	arenas     [id.MaxRanks]arena
+	open       []*rdma.Region // all that is registered, in order
 	local      [id.MaxRanks]region
-	offered    regions // as answers tell
+	offered    regions // as answers tell, but for a ring
+	staged     bool    // one of the arenas is
+	landing    region  // the buffers of the transport's pool, where one of them is
 	registered uint64  // bytes
 	ports      []*port
 	stop       context.CancelFunc
@@ -247,84 +247,6 @@ func usable(gids []rdma.GID, link rdma.LinkLayer, index *int) ([]rdma.GID, error
 // hundred lanes, or a dozen peers. A node with more asks for no limit at all.
 const SpareBytes = 16 << 20
 
-// register gives arenas and seal table to every device.
-func (t *Transport) register() error {
-	need := uint64(t.o.Local.Seals.Region().Size())
-	for _, a := range t.o.Local.Arenas {
-		need += uint64(a.Size())
-	}
-	if err := rdma.CheckMemlock((need + SpareBytes) * uint64(len(t.devices))); err != nil {
-		return fmt.Errorf("register %d bytes with each of %d devices, and have %d for the queues of links: %w", need, len(t.devices), SpareBytes, err)
-	}
-	for _, d := range t.devices {
-		if err := d.register(); err != nil {
-			return fmt.Errorf("device %s: %w", d.dev.Name(), err)
-		}
-		d.registered = need
-	}
-	return nil
-}
-
-func (d *device) register() (err error) {
-	if d.pd, err = d.dev.NewPD(); err != nil {
-		return err
-	}
-	// Seal words are read by their order: no relaxed ordering, on either side.
-	if d.seals, err = d.pin(d.t.o.Local.Seals.Region().Bytes(), rdma.RemoteRead); err != nil {
-		return fmt.Errorf("register the seal table: %w", err)
-	}
-	d.offered.seals = remoteOf(d.seals)
-	keys := len(d.offered.seals.keys)
-	for _, rank := range slices.Sorted(maps.Keys(d.t.o.Local.Arenas)) {
-		mem, _ := transfer.InHost(d.t.o.Local.Arenas[rank])
-		r, err := d.pin(mem, rdma.LocalWrite|rdma.RemoteRead|rdma.RelaxedOrdering)
-		if err != nil {
-			return fmt.Errorf("register the arena of rank %d: %w", int(rank), err)
-		}
-		d.arenas[rank] = r
-		d.local[rank], d.offered.arenas[rank] = localOf(r), remoteOf(r)
-		if keys += len(r.Keys()); keys > maxKeys {
-			return fmt.Errorf("the memory has more than %d slices of %d bytes", maxKeys, r.SliceBytes())
-		}
-	}
-	return tellable(d.t.o.Local.Life, d.offered)
-}
-
-// tellable reports whether an answer with these regions can be sent.
-func tellable(owner id.Life, r regions) error {
-	a := answer{owner: owner, regions: r}
-	a.end.gid = netip.IPv6Unspecified()
-	if n := len(a.encode()); n > maxAnswer {
-		return fmt.Errorf("the keys of its memory make an answer of %d bytes to a peer, at most %d can be sent: use smaller arenas, or a device that registers more than %d bytes at once", n, maxAnswer, r.seals.slice)
-	}
-	return nil
-}
-
-func (d *device) pin(mem []byte, access rdma.Access) (*rdma.Region, error) {
-	r, err := d.pd.Register(mem, access)
-	if err == nil {
-		d.open = append(d.open, r)
-	}
-	return r, err
-}
-
-// localOf is a region by the keys of this side, remoteOf by those for peers.
-func localOf(r *rdma.Region) region {
-	return regionOf(r, func(k rdma.Key) uint32 { return k.L })
-}
-
-func remoteOf(r *rdma.Region) region {
-	return regionOf(r, func(k rdma.Key) uint32 { return k.R })
-}
-
-func regionOf(r *rdma.Region, key func(rdma.Key) uint32) region {
-	out := region{addr: r.Addr(), bytes: r.Len(), slice: r.SliceBytes()}
-	for _, k := range r.Keys() {
-		out.keys = append(out.keys, key(k))
-	}
-	return out
-}
-
 // closeDevices closes what has been opened, in reverse order.
 func (t *Transport) closeDevices() error {
 	var errs []error
@@ -340,6 +262,11 @@ func (t *Transport) closeDevices() error {
 			errs = append(errs, d.pd.Close())
 		}
 		errs = append(errs, d.dev.Close())
+	}
+	for _, p := range []*transfer.Pool{t.landing, t.rings} {
+		if p != nil {
+			errs = append(errs, p.Close())
+		}
 	}
 	return errors.Join(errs...)
 }
@@ -469,6 +396,7 @@ func (p *port) status() Path {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	s := Path{Device: p.d.dev.Name(), Port: p.number, Link: p.info.Link.String(), State: "active"}
+	s.Memory, s.Why = p.d.reached()
 	if len(p.gids) > 0 {
 		s.GID = p.gids[0].Addr.Unmap().String()
 	}

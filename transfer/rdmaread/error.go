@@ -78,6 +78,9 @@ func lookAt(err error) string {
 // final reports whether a lane failed by something that would happen on every
 // other lane too: what was asked for is wrong, on our side or on the peer's.
 func final(err error) bool {
+	if _, ok := errors.AsType[*gatherError](err); ok {
+		return true
+	}
 	c, ok := errors.AsType[*rdma.CompletionError](err)
 	if !ok {
 		return false

@@ -87,7 +87,7 @@ func TestDeregisteredMemory(t *testing.T) {
 	owner, reader := newPair(t, m, 1<<20, Options{Limits: quick()})
 	l := open(t, reader, owner.peer())
 	reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
-	if err := w.Deregister(owner.t.devices[0].arenas[0].Keys()[0].R); err != nil {
+	if err := w.Deregister(owner.t.devices[0].arenas[0].region.Keys()[0].R); err != nil {
 		t.Fatal(err)
 	}
 	started := time.Now()
@@ -758,7 +758,7 @@ func TestHostileHellos(t *testing.T) {
 		tt.change(&h)
 		ctx, cancel := context.WithCancel(context.Background())
 		var got []byte
-		err := owner.t.Serve(ctx, readerLife, h.encode(), func(b []byte) error { got = b; cancel(); return nil })
+		err := owner.t.Serve(ctx, readerLife, h.encode(), nil, func(b []byte) error { got = b; cancel(); return nil })
 		cancel()
 		a, why, parsed := parseAnswer(got)
 		if parsed != nil || why != tt.want || a.generation != 1 || (err == nil) != (tt.want == 0) {
@@ -768,11 +768,11 @@ func TestHostileHellos(t *testing.T) {
 			t.Errorf("%s: answer %+v to %+v", name, a.end, h.end)
 		}
 	}
-	if err := owner.t.Serve(short(t), readerLife, []byte("kvr?"), func([]byte) error { t.Error("garbage is answered"); return nil }); !errors.Is(err, errGarbage) {
+	if err := owner.t.Serve(short(t), readerLife, []byte("kvr?"), nil, func([]byte) error { t.Error("garbage is answered"); return nil }); !errors.Is(err, errGarbage) {
 		t.Errorf("garbage: %v", err)
 	}
 	broken := errors.New("the connection is gone")
-	if err := owner.t.Serve(short(t), readerLife, good.encode(), func([]byte) error { return broken }); !errors.Is(err, broken) {
+	if err := owner.t.Serve(short(t), readerLife, good.encode(), nil, func([]byte) error { return broken }); !errors.Is(err, broken) {
 		t.Errorf("an answer that can't be sent: %v", err)
 	}
 	if s := owner.t.Stats(); s.Garbage != 1 || s.Strangers != 3 || s.Refused != 3 || s.Served != 3 || s.Accepted != 0 {
@@ -795,7 +795,7 @@ func TestOneReaderIsBounded(t *testing.T) {
 		h := hello{generation: 1, owner: ownerLife, reader: reader, end: end{qpn: 99, gid: addr("10.77.0.1"), link: rdma.LinkEthernet, mtu: 3, reads: 4}}
 		answers := make(chan []byte, 1)
 		work.Go(func() {
-			_ = owner.t.Serve(ctx, reader, h.encode(), func(b []byte) error { answers <- b; return nil }) // told by the answer
+			_ = owner.t.Serve(ctx, reader, h.encode(), nil, func(b []byte) error { answers <- b; return nil }) // told by the answer
 		})
 		_, why, err := parseAnswer(<-answers)
 		return why, err

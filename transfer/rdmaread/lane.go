@@ -92,8 +92,10 @@ type queue struct {
 	from, to netip.Addr
 	theirs   uint32 // the number of the peer's queue pair
 	remote   regions
-	broken   chan struct{} // closed when it is of no further use
-	back     chan struct{} // whoever had it when it broke has given it back; one value
+	ways     *[id.MaxRanks]way // to read what there is there; nil: all of it directly
+	asked    uint64            // gathers; of whoever has the queue
+	broken   chan struct{}     // closed when it is of no further use
+	back     chan struct{}     // whoever had it when it broke has given it back; one value
 
 	// Guarded by the mutex of the link.
 	why error // set before broken is closed
@@ -220,6 +222,7 @@ func (n *lane) shake(ctx context.Context, q *queue, info rdma.Port, gid rdma.GID
 		return err
 	}
 	q.to, q.theirs, q.remote = a.end.gid, a.end.qpn, a.regions
+	q.ways = waysOf(&n.path.port.d.local, &q.remote.arenas)
 	return nil
 }
 
@@ -256,14 +259,21 @@ func (n *lane) destroy(q *queue) {
 
 // destroy closes a queue pair, however often it takes.
 func (t *Transport) destroy(qp *rdma.QP, peer id.Life) {
+	insist(qp.Close, func(tries int, err error) {
+		t.o.Logger.Error("an RDMA queue pair can't be destroyed; what it may write to is kept until it is", "peer", peer.String(), "tries", tries, "err", err)
+	})
+}
+
+// insist tries until something has worked, and now and then tells that it has not.
+func insist(try func() error, tell func(tries int, err error)) {
 	wait := time.Millisecond
 	for tries := 1; ; tries++ {
-		err := qp.Close()
+		err := try()
 		if err == nil {
 			return
 		}
 		if tries == 1 || wait == time.Second && tries%60 == 0 {
-			t.o.Logger.Error("an RDMA queue pair can't be destroyed; what it may write to is kept until it is", "peer", peer.String(), "tries", tries, "err", err)
+			tell(tries, err)
 		}
 		pause(wait)
 		wait = min(2*wait, time.Second)

@@ -1,6 +1,7 @@
 package rdmaread
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"strings"
@@ -77,10 +78,24 @@ func (m *meeting) listen(o Options) (*Transport, error) {
 
 // talk is a Call.
 type talk struct {
-	hangUp context.CancelFunc
-	ended  chan struct{}
+	asked, answers chan []byte
+	hangUp         context.CancelFunc
+	ended          chan struct{}
 }
 
+func (c *talk) Send(ctx context.Context, question []byte) error {
+	select {
+	case c.asked <- bytes.Clone(question):
+		return nil
+	case <-c.ended:
+		return errors.New("it has ended")
+	case <-ctx.Done():
+		c.hangUp()
+		return context.Cause(ctx)
+	}
+}
+
+func (c *talk) Answers() <-chan []byte { return c.answers }
 func (c *talk) Ended() <-chan struct{} { return c.ended }
 func (c *talk) Close() error           { c.hangUp(); return nil }
 
@@ -103,19 +118,25 @@ func (m *meeting) call(reader id.Life) func(context.Context, transfer.Peer, []by
 // talkTo calls a transport of this process.
 func talkTo(ctx context.Context, owner *Transport, reader id.Life, hello []byte) ([]byte, Call, error) {
 	life, hangUp := context.WithCancel(context.Background())
-	c := &talk{hangUp: hangUp, ended: make(chan struct{})}
-	answers := make(chan []byte, 1)
+	c := &talk{hangUp: hangUp, ended: make(chan struct{}), asked: make(chan []byte), answers: make(chan []byte, 16)}
 	served := make(chan error, 1)
 	go func() {
 		defer close(c.ended)
-		served <- owner.Serve(life, reader, hello, func(b []byte) error { answers <- b; return nil })
+		served <- owner.Serve(life, reader, hello, c.asked, func(b []byte) error {
+			select {
+			case c.answers <- b:
+				return nil
+			case <-life.Done():
+				return errors.New("nobody listens")
+			}
+		})
 	}()
 	select {
-	case b := <-answers:
+	case b := <-c.answers:
 		return b, c, nil
 	case <-c.ended:
 		select {
-		case b := <-answers:
+		case b := <-c.answers:
 			return b, c, nil
 		default:
 		}

@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -21,6 +22,7 @@ import (
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/rdma/rdmatest"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // ownerEnv is set, with an [ownerSpec], where this binary is an owner.
@@ -33,6 +35,8 @@ type ownerSpec struct {
 	Bytes   int64
 	Seed    int
 	Timeout uint8
+	Device  bool // the arena is in the memory of a device, and staged
+	Held    bool // which copies nothing, ever
 }
 
 // ownerProcess serves an arena that holds a pattern, and one seal, until its
@@ -55,11 +59,21 @@ func own(s ownerSpec) error {
 	if err != nil {
 		return err
 	}
-	arena, err := memory.New("rdma owner", s.Bytes)
+	device := transfertest.NewDevice(transfertest.DeviceOptions{Delay: time.Millisecond})
+	place := transfertest.Host
+	if s.Device {
+		place = device.Alloc
+	}
+	arena, err := place(s.Bytes)
 	if err != nil {
 		return err
 	}
-	pattern(arena.Bytes(), s.Seed)
+	b := make([]byte, s.Bytes)
+	pattern(b, s.Seed)
+	transfertest.Poke(arena, 0, b)
+	if s.Held {
+		device.Hold()
+	}
 	v, _ := id.SealValue(s.Life.Incarnation, 1)
 	seals.Store(3, v)
 	t, err := Listen(Options{
@@ -100,11 +114,27 @@ func answer1(t *Transport, c net.Conn) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	go func() {
-		_, _ = c.Read(make([]byte, 1)) // until the reader hangs up
-		cancel()
+	asked := make(chan []byte)
+	go func() { // until the reader hangs up
+		defer cancel()
+		hear(ctx, c, asked)
 	}()
-	_ = t.Serve(ctx, readerLife, hello, func(b []byte) error { return send(c, b) })
+	_ = t.Serve(ctx, readerLife, hello, asked, func(b []byte) error { return send(c, b) })
+}
+
+// hear gives on what the other side says.
+func hear(ctx context.Context, c net.Conn, to chan<- []byte) {
+	for {
+		b, err := receive(c)
+		if err != nil {
+			return
+		}
+		select {
+		case to <- b:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 func send(c net.Conn, b []byte) error {
@@ -125,10 +155,13 @@ func receive(c net.Conn) ([]byte, error) {
 // dialled is a Call over a connection.
 type dialled struct {
 	net.Conn
-	ended chan struct{}
+	answers chan []byte
+	ended   chan struct{}
 }
 
-func (d *dialled) Ended() <-chan struct{} { return d.ended }
+func (d *dialled) Send(_ context.Context, question []byte) error { return send(d.Conn, question) }
+func (d *dialled) Answers() <-chan []byte                        { return d.answers }
+func (d *dialled) Ended() <-chan struct{}                        { return d.ended }
 
 func dialCall(socket string) func(context.Context, transfer.Peer, []byte) ([]byte, Call, error) {
 	return func(ctx context.Context, _ transfer.Peer, hello []byte) ([]byte, Call, error) {
@@ -149,10 +182,10 @@ func dialCall(socket string) func(context.Context, transfer.Peer, []byte) ([]byt
 			c.Close()
 			return nil, nil, err
 		}
-		d := &dialled{Conn: c, ended: make(chan struct{})}
+		d := &dialled{Conn: c, answers: make(chan []byte, 16), ended: make(chan struct{})}
 		go func() {
 			defer close(d.ended)
-			_, _ = c.Read(make([]byte, 1))
+			hear(context.Background(), c, d.answers)
 		}()
 		return b, d, nil
 	}
@@ -278,6 +311,177 @@ func TestOwnerIsKilledWhileItIsRead(t *testing.T) {
 			t.Errorf("round %d: a byte landed after Read had returned", round)
 		}
 	}
+}
+
+// An owner that is killed while it gathers, or while its device does not, ends the
+// read within moments, and a byte that was staged lands nowhere afterwards.
+func TestOwnerIsKilledWhileItGathers(t *testing.T) {
+	const size = 8 << 20
+	for name, held := range map[string]bool{"gathering": false, "its device hangs": true} {
+		t.Run(name, func(t *testing.T) {
+			m, w := newMeeting(t, Options{})
+			socket := filepath.Join(shortDir(t), "owner")
+			owner := startOwner(t, w, ownerSpec{Life: ownerLife, Socket: socket, Bytes: size, Seed: 1, Device: true, Held: held})
+			device := newDevice(t, transfertest.DeviceOptions{})
+			reader := deviceNode(t, readerLife, places(device)[Staged], size, 1)
+			o := m.o
+			o.Local, o.Call, o.Limits = reader.local, dialCall(socket), transfer.Limits{Stall: patience}
+			if w == nil {
+				o.Devices = rdmatest.Hardware()[len(rdmatest.Hardware())-1:]
+			}
+			tr, err := Listen(o)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { tr.Close() })
+			reader.t = tr
+			l := open(t, reader, owner.peer)
+			long := make([]transfer.Copy, 2000)
+			for i := range long {
+				long[i] = transfer.Copy{Bytes: size}
+			}
+			done := make(chan error, 1)
+			go func() { done <- l.Read(short(t), []transfer.Seal{owner.seal}, long) }()
+			if held {
+				eventually(t, "something is asked", func() bool {
+					return tr.landing.Lent() > 0
+				})
+			} else {
+				eventually(t, "something is scattered", func() bool { return tr.Stats().StagedBytes > size })
+			}
+			owner.kill()
+			killed := time.Now()
+			select {
+			case err = <-done:
+			case <-time.After(patience):
+				t.Fatal("Read hangs")
+			}
+			took := time.Since(killed)
+			if !errors.Is(err, transfer.ErrClosed) || w != nil && took > time.Second {
+				t.Errorf("%v, %v after the owner", err, took)
+			}
+			reader.put(make([]byte, size)) // somebody else's
+			if n := device.Counts().Live; n != 0 || tr.landing.Lent() != 0 {
+				t.Errorf("%d copies run, and %d buffers are in use", n, tr.landing.Lent())
+			}
+			if !bytes.Equal(reader.bytes(), make([]byte, size)) {
+				t.Error("a byte landed after Read had returned")
+			}
+		})
+	}
+}
+
+// A reader that is killed with buffers under way leaves no ring behind.
+func TestReaderIsKilledWhileItIsGatheredFor(t *testing.T) {
+	m, w := newMeeting(t, Options{})
+	device := newDevice(t, transfertest.DeviceOptions{Delay: time.Millisecond})
+	owner := deviceNode(t, ownerLife, places(device)[Staged], 4<<20, 1)
+	owner.listen(t, m, Options{Staging: 4 * leastStaging})
+	socket := filepath.Join(shortDir(t), "owner")
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var work sync.WaitGroup
+	defer work.Wait()
+	defer l.Close()
+	work.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			work.Go(func() { answer1(owner.t, c) })
+		}
+	})
+	seal := owner.hold(3, 1)
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for round := range 3 {
+		s := readerSpec{Peer: owner.peer(), Seal: seal, Socket: socket, Bytes: 4 << 20}
+		if w == nil {
+			s.Devices, s.Timeout = rdmatest.Hardware()[len(rdmatest.Hardware())-1:], 17
+		}
+		spec, err := json.Marshal(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cmd := exec.CommandContext(t.Context(), exe)
+		cmd.Env = append(os.Environ(), readerEnv+"="+string(spec))
+		if w != nil {
+			cmd.Env = append(cmd.Env, w.Env()...)
+		}
+		cmd.Stderr = os.Stderr
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		before := owner.t.Stats().Gathers
+		eventually(t, "the reader reads", func() bool { return owner.t.Stats().Gathers > before+20 })
+		if round == 1 {
+			device.Hold() // it is killed while nothing ends
+		}
+		if err := cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = cmd.Wait() // it was killed
+		if round == 1 {
+			eventually(t, "its queue pairs are destroyed", func() bool { return w == nil || w.Counts().QPs == 0 })
+			if owner.t.Stats().Rings == 0 {
+				t.Error("rings are given back that a device writes to")
+			}
+			device.Release()
+		}
+		eventually(t, "its rings are given back", func() bool { s := owner.t.Stats(); return s.Rings == 0 && s.Accepted == 0 })
+		if n := owner.t.rings.Lent(); n != 0 || device.Counts().Live != 0 {
+			t.Errorf("%d rings are in use, %d copies run", n, device.Counts().Live)
+		}
+	}
+}
+
+// readerEnv is set, with a [readerSpec], where this binary is a reader.
+const readerEnv = "KVFERRY_RDMA_READER"
+
+type readerSpec struct {
+	Peer    transfer.Peer
+	Seal    transfer.Seal
+	Socket  string
+	Devices []string
+	Bytes   int64
+	Timeout uint8
+}
+
+// readerProcess reads for ever.
+func readerProcess() int {
+	err := func() error {
+		var s readerSpec
+		if err := json.Unmarshal([]byte(os.Getenv(readerEnv)), &s); err != nil {
+			return err
+		}
+		seals, err := memory.NewSealTable()
+		if err != nil {
+			return err
+		}
+		arena, err := transfertest.NewDevice(transfertest.DeviceOptions{}).Alloc(s.Bytes)
+		if err != nil {
+			return err
+		}
+		t, err := Listen(Options{
+			Local:   transfer.Local{Life: readerLife, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals},
+			Devices: s.Devices, Timeout: s.Timeout, Call: dialCall(s.Socket), Staging: 2 * leastStaging,
+		})
+		if err != nil {
+			return err
+		}
+		l, err := t.Open(context.Background(), s.Peer)
+		for err == nil {
+			err = l.Read(context.Background(), []transfer.Seal{s.Seal}, []transfer.Copy{{Bytes: s.Bytes}})
+		}
+		return err
+	}()
+	fmt.Fprintln(os.Stderr, err)
+	return 1
 }
 
 // An owner that is stopped is read all the same: its processor takes no part.

@@ -10,8 +10,8 @@
 // peer's: a path. A path has several lanes. A lane is one reliable queue pair on
 // each side, with a completion queue, a place for seal words, and one [Call].
 //
-// For each lane the reader says hello and the owner answers, once; the Call
-// carries the two messages and then nothing. Numbers are big endian, addresses
+// For each lane the reader says hello and the owner answers, once; then the Call
+// carries nothing, unless the owner's memory is staged. Numbers are big endian, addresses
 // are 16 bytes (IPv4 mapped), a life is a byte of length, the node's name, and 8
 // bytes of incarnation. A message begins with "kvr", the version (1), and its
 // kind (1):
@@ -22,8 +22,12 @@
 //	2 hello       generation (8), owner's life, reader's life, place in the
 //	              descriptor of the port asked for (1), end
 //	3 answer      generation (8), owner's life, end, seal table: region; arenas
-//	              (1), each by rank in ascending order: rank (1), region
+//	              (1), each by rank in ascending order: rank (1), region. Where an
+//	              arena is staged: ring: region; its buffers (1); staged arenas
+//	              (1), each by rank in ascending order: rank (1), bytes (8)
 //	4 refusal     generation (8), reason (1)
+//	5 gather      number (8); stretches (2), each: rank (1), offset (8), bytes (4)
+//	6 gathered    number (8); why not (1 and bytes; none: it is there)
 //
 //	end           queue pair number (4), first packet number (4), address (16),
 //	              LID (2), link layer (1), MTU (1: 1 is 256 bytes, 5 is 4096),
@@ -51,6 +55,24 @@
 // What it had not landed goes to other lanes, or to a fresh queue pair. A read
 // that is canceled, or stalls, breaks the lanes that carry its windows at that
 // moment, and no others.
+//
+// # Memory of devices
+//
+// An arena in the memory of a device is registered by a dma-buf, else by its
+// address where the kernel has nvidia_peermem, and is then read and written like
+// any other: it is flushed between the last completion and the seal words. Where
+// neither works it is staged, by the side whose arena it is:
+//
+// A reader that stages lets windows land in pinned buffers of a pool, which are
+// scattered into the arena while others are read. A hand of a read takes its first
+// buffer before it takes a lane, and further ones only if they are free, so that
+// nobody who has a lane or a buffer waits for another buffer.
+//
+// An owner that stages gives each lane a ring of pinned buffers, and the reader
+// asks for stretches over the Call: the owner gathers them into the next buffer,
+// and answers; the reader reads the buffer by the lane. Several are under way. A
+// ring is its lane's alone until the lane's queue pair has been destroyed and
+// every gather has ended; where there is no room for one there is no lane.
 package rdmaread
 
 import (
@@ -58,14 +80,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"maps"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/rdma"
 	"github.com/kvferry/kvferry/transfer"
 )
@@ -81,17 +106,23 @@ const (
 	maxAdmitting     = 16   // handshakes that an owner works on at once; others wait
 )
 
-// Call is a conversation with the same transport of a peer: one hello, one
-// answer, then silence until either side ends it. There is one for each lane,
-// and its life is that of both queue pairs.
+// Call is a conversation with the same transport of a peer: one hello and its
+// answer, and, where that one stages, a question at times, of at most 16 KiB, and
+// its answer. There is one for each lane, and its life is that of both queue pairs.
 type Call interface {
+	// Send asks the peer's Serve something. It does not wait for the peer while
+	// at most 4 questions have no answer; the end of ctx ends the call. It is
+	// called by one goroutine at a time, and may keep nothing of the message.
+	Send(ctx context.Context, question []byte) error
+	// Answers are those to the questions, in order. It need not be closed.
+	Answers() <-chan []byte
 	Ended() <-chan struct{} // closed when the peer has ended it, or is gone
 	Close() error           // ends it; the peer's Serve is told
 }
 
 // Options set up a Transport. A zero field means its default.
 type Options struct {
-	Local transfer.Local // required; the regions must outlive the transport
+	Local transfer.Local // required; the arenas must outlive the transport
 	// Call is required. It says hello to exactly this life of a peer, whose node
 	// gives it to [Transport.Serve], and returns what that answered; with an
 	// error nothing of the conversation is left. The error wraps
@@ -109,10 +140,12 @@ type Options struct {
 	Reads        int      // reads under way at once on a queue pair, 1 to 128; default 16, and what both devices can
 	QueuePairs   int      // lanes of a path, 1 to 64; default: as many as make 32 reads at once, 2 to 8
 	Library      string   // path of libibverbs.so.1; default: as the loader finds it
+	Staging      int64    // bytes of host memory to stage device memory in, half for rings, half for reads; default 64 MiB
 	Limits       transfer.Limits
 	Logger       *slog.Logger // default: silence
 
 	hold time.Duration // from a port's return until it is used again; default 1 s
+	root fs.FS         // of the machine; default "/"
 }
 
 func (o Options) withDefaults() Options {
@@ -121,6 +154,10 @@ func (o Options) withDefaults() Options {
 	o.RetryCount = cmp.Or(o.RetryCount, 6)
 	o.Reads = cmp.Or(o.Reads, 16)
 	o.hold = cmp.Or(o.hold, time.Second)
+	o.Staging = cmp.Or(o.Staging, 64<<20)
+	if o.root == nil {
+		o.root = os.DirFS("/")
+	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -145,6 +182,8 @@ func (o *Options) check() error {
 		return fmt.Errorf("%d queue pairs, want 1 to %d", o.QueuePairs, maxLanes)
 	case o.GIDIndex != nil && (*o.GIDIndex < 0 || *o.GIDIndex > 255):
 		return fmt.Errorf("GID index %d, want 0 to 255", *o.GIDIndex)
+	case o.Staging < leastStaging:
+		return fmt.Errorf("%d bytes for staging, want at least %d", o.Staging, int64(leastStaging))
 	case o.MTU != 0 && mtuOf(o.MTU) == 0:
 		return fmt.Errorf("MTU of %d bytes, want 256, 512, 1024, 2048, or 4096", o.MTU)
 	}
@@ -177,11 +216,14 @@ type Transport struct {
 	descriptor []byte
 	generation atomic.Uint64 // of the last attempt
 	opened     atomic.Uint64 // links
-	told       atomic.Int64  // when a refusal was logged last, in Unix nanoseconds
+	told       atomic.Int64  // when speaks was true last, in Unix nanoseconds
 	stats      counters
-	windows    sync.Pool     // of *window
-	admitting  chan struct{} // one a handshake that is worked on; whoever waits gets its turn in order
-	ending     chan struct{} // closed by Close
+	windows    sync.Pool                         // of *window
+	flushed    map[id.Rank]memory.DMABufExporter // arenas of devices that are registered
+	rings      *transfer.Pool                    // a ring for each lane of peers, where arenas are staged
+	landing    *transfer.Pool                    // buffers for reads, where they are
+	admitting  chan struct{}                     // one a handshake that is worked on; whoever waits gets its turn in order
+	ending     chan struct{}                     // closed by Close
 
 	mu       sync.Mutex
 	closed   bool
@@ -213,6 +255,7 @@ func listen(o Options) (*Transport, error) {
 	t := &Transport{
 		o: o, admitting: make(chan struct{}, maxAdmitting), ending: make(chan struct{}),
 		links: map[*link]struct{}{}, accepted: map[*served]struct{}{}, readers: map[id.Life]int{},
+		flushed: map[id.Rank]memory.DMABufExporter{},
 	}
 	t.windows.New = newWindow
 	if err := t.openDevices(); err != nil {
@@ -313,7 +356,7 @@ func (t *Transport) closing() {
 	t.mu.Lock()
 	links, accepted := slices.Collect(maps.Keys(t.links)), len(t.accepted)
 	t.mu.Unlock()
-	t.o.Logger.Warn("RDMA is still being closed: no memory is given up before its queue pairs are destroyed", "links", len(links), "accepted", accepted, "after", slowClose)
+	t.o.Logger.Warn("RDMA is still being closed: no memory is given up before its queue pairs are destroyed and its device copies are over", "links", len(links), "accepted", accepted, "after", slowClose)
 	for _, l := range links {
 		t.o.Logger.Warn("an RDMA link is still being closed", "peer", l.peer.Life.String(), "lanes", l.doing())
 	}
@@ -344,6 +387,13 @@ type Stats struct {
 
 	RegisteredBytes uint64 // of arenas and seal table, on all devices together
 
+	DMABufs, PeerMems, Staged int // arenas of devices by how they are reached, on all devices together
+
+	StagedBytes uint64 // that went through host memory, gathered for peers and scattered here
+	Gathers     uint64 // buffers that were gathered for peers
+	Busy        uint64 // lanes that were refused for want of a ring, of those in Refused
+	Rings       int    // of lanes of peers, now
+
 	Links    int // open now, of ours
 	Lanes    int // their lanes that are ready
 	Accepted int // lanes of peers, now
@@ -354,6 +404,8 @@ type counters struct {
 	served, garbage, strangers, refused atomic.Uint64
 	late                                atomic.Uint64
 	failovers, replaced, crossings      atomic.Uint64
+	stagedBytes, gathers, busy          atomic.Uint64
+	rings                               atomic.Int64
 }
 
 // Stats may be called at any time.
@@ -367,7 +419,8 @@ func (t *Transport) Stats() Stats {
 		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
 		Served: s.served.Load(), Garbage: s.garbage.Load(), Strangers: s.strangers.Load(), Refused: s.refused.Load(), Late: s.late.Load(),
 		Failovers: s.failovers.Load(), Replaced: s.replaced.Load(), Crossings: s.crossings.Load(),
-		Links: len(links), Accepted: accepted,
+		StagedBytes: s.stagedBytes.Load(), Gathers: s.gathers.Load(), Busy: s.busy.Load(),
+		Links: len(links), Accepted: accepted, Rings: int(s.rings.Load()),
 	}
 	for _, l := range links {
 		for _, p := range l.states() {
@@ -376,6 +429,17 @@ func (t *Transport) Stats() Stats {
 	}
 	for _, d := range t.devices {
 		now.RegisteredBytes += d.registered
+		for _, a := range d.arenas {
+			switch a.reach {
+			case InHost:
+			case ByDMABuf:
+				now.DMABufs++
+			case ByPeerMem:
+				now.PeerMems++
+			case Staged:
+				now.Staged++
+			}
+		}
 	}
 	return now
 }
@@ -392,6 +456,8 @@ type Path struct {
 	Lanes  int    // ready now: ours; of a port, those of peers too
 	Wanted int    // that a path should have; 0 of a port
 	State  string // "active", or why it is not used
+	Memory Reach  // of a port: how its device reaches our arenas, the worst of them
+	Why    string // it reaches them no better
 }
 
 // Paths lists the ports of this node, then the paths of its links.

@@ -106,7 +106,9 @@ type part struct {
 // window is the work of a lane for one turn, with room that is used again.
 type window struct {
 	part
-	ops []rdma.Op
+	ops   []rdma.Op
+	way   way   // of all its copies
+	stage stage // where that is not direct
 
 	place atomic.Pointer[port] // where it has one
 	timer *time.Timer          // ends that
@@ -173,8 +175,12 @@ func (p *pull) read(ctx context.Context, seals []transfer.Seal) (err error) {
 		}
 	}()
 	p.left = p.total
+	copies := p.copies // which work takes
 	if p.total > 0 {
 		p.work(ctx)
+	}
+	if p.err == nil {
+		p.err = l.t.flush(copies)
 	}
 	if p.err != nil {
 		if p.kept.lane != nil {
@@ -242,6 +248,13 @@ func (l *link) hands(total int64, copies int) int {
 func (p *pull) hand(ctx, waiting context.Context) {
 	w, _ := p.l.t.windows.Get().(*window)
 	defer p.l.t.windows.Put(w)
+	if pool := p.l.t.landing; pool != nil {
+		if err := w.stage.begin(waiting, pool); err != nil {
+			p.unserved(ctx, err)
+			return
+		}
+		defer func() { p.failed(w.stage.end()) }()
+	}
 	for more := true; more; {
 		b, err := p.l.acquire(waiting, p)
 		if err != nil {
@@ -278,18 +291,41 @@ func (p *pull) move(ctx context.Context, b borrowed, w *window) (more, kept bool
 		p.unserved(ctx, ctx.Err())
 		return false, false
 	}
-	if !p.take(w, l.rates(b.lane)) {
+	if !p.take(w, l.rates(b.lane), b.queue.ways) {
 		return false, false
 	}
-	w.fill(&b.lane.path.port.d.local, &b.queue.remote.arenas)
 	started := time.Now()
-	st, err := p.post(ctx, b, w.ops, false)
-	landed := w.landed(st.Done)
-	if err == nil {
+	var landed int64
+	var lost, err error
+	if w.way == direct {
+		w.fill(&b.lane.path.port.d.local, &b.queue.remote.arenas)
+		var st rdma.Stats
+		st, lost = p.post(ctx, b, w.ops, false)
+		landed = w.landed(st.Done)
+	} else {
+		landed, lost, err = p.relay(ctx, b, w)
+	}
+	switch {
+	case lost != nil:
+		return p.lost(ctx, l.failed(ctx, b, lost), landed, w.rest(landed)), false
+	case err != nil:
+		p.failed(err)
+		p.note(b, landed)
+		return false, false
+	default:
 		l.landed(b.lane, landed, time.Since(started))
 		return p.note(b, landed)
 	}
-	return p.lost(ctx, l.failed(ctx, b, err), landed, w.rest(landed)), false
+}
+
+// failed ends the read by something that is not a lane's fault, if it has failed.
+func (p *pull) failed(err error) {
+	if err == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.endLocked(err)
 }
 
 // post lets a lane read, and returns when nothing of it can land any more. The
@@ -370,7 +406,7 @@ func (l *link) rates(n *lane) (r rates) {
 // takes half of its share of what is left, so that all end at about the same
 // time, however wrong the rates are. A lane gets nothing that a faster one will
 // have done sooner.
-func (p *pull) take(w *window, r rates) bool {
+func (p *pull) take(w *window, r rates, ways *[id.MaxRanks]way) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.left == 0 || p.err != nil {
@@ -404,6 +440,7 @@ func (p *pull) take(w *window, r rates) bool {
 		w.set(p.back[n-1])
 		p.back = p.back[:n-1]
 		p.left -= transfer.Bytes(w.copies)
+		p.sortOut(w, ways)
 		return true
 	}
 	w.copies, w.index = w.copies[:0], p.index
@@ -423,7 +460,25 @@ func (p *pull) take(w *window, r rates) bool {
 		p.left -= c.Bytes
 		w.copies = append(w.copies, c)
 	}
+	p.sortOut(w, ways)
 	return true
+}
+
+// sortOut gives back what of a window does not go the way of its first copy.
+func (p *pull) sortOut(w *window, ways *[id.MaxRanks]way) {
+	w.way = direct
+	if ways == nil {
+		return
+	}
+	w.way = ways[w.copies[0].Rank]
+	for i := range w.copies {
+		if ways[w.copies[i].Rank] != w.way {
+			p.back = append(p.back, part{slices.Clone(w.copies[i:]), w.index + i})
+			p.left += transfer.Bytes(w.copies[i:])
+			w.copies = w.copies[:i]
+			return
+		}
+	}
 }
 
 // set copies a part, whose room is not the window's.
@@ -438,14 +493,14 @@ func (w *window) fill(here, there *[id.MaxRanks]region) {
 	for i := range w.copies {
 		c := &w.copies[i]
 		from, to := &there[c.Rank], &here[c.Rank]
-		remote, local, left := uint64(c.Remote), uint64(c.Local), uint64(c.Bytes)
-		for left > 0 {
-			rkey, rroom := from.at(remote)
-			lkey, lroom := to.at(local)
-			n := min(left, rroom, lroom)
-			ops = append(ops, rdma.Op{Local: to.addr + local, Remote: from.addr + remote, Len: uint32(n), LKey: lkey, RKey: rkey})
-			remote, local, left = remote+n, local+n, left-n
+		remote, local, n := uint64(c.Remote), uint64(c.Local), uint64(c.Bytes)
+		rkey, rroom := from.at(remote)
+		lkey, lroom := to.at(local)
+		if n > rroom || n > lroom {
+			ops = stretch(ops, from, remote, to, local, n)
+			continue
 		}
+		ops = append(ops, rdma.Op{Local: to.addr + local, Remote: from.addr + remote, Len: uint32(n), LKey: lkey, RKey: rkey})
 	}
 	w.ops = ops
 }

@@ -15,6 +15,7 @@ import (
 type served struct {
 	reader id.Life
 	port   *port
+	ring   *ring         // nil: nothing of the port's device is staged
 	broken chan struct{} // closed when its device has failed
 
 	gone bool // broken is closed; guarded by the mutex of the transport
@@ -33,22 +34,23 @@ func refuse(why refusal, format string, args ...any) error {
 	return &refused{why: why, err: fmt.Errorf(format, args...)}
 }
 
-// Serve answers a hello of reader, which the caller has proved to be that life.
-// answer is called once, or not at all if ctx has ended before; it sends what it
-// is given as the answer of the [Call].
+// Serve answers a hello of reader, which the caller has proved to be that life,
+// and then the questions of the [Call], in order: answer, which sends what it is
+// given, is called once for each of them, by one goroutine at a time. It is not
+// called for a hello if ctx has ended before.
 //
 // Serve returns when ctx has ended, which is to be when the Call has, when the
-// transport closes, or at once if the hello is refused, of which the reader is
-// told why. The queue pair has been destroyed then: nothing is read by it any
-// more. It returns nil if only ctx has ended it.
-func (t *Transport) Serve(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error {
-	if err := t.serve(ctx, reader, hello, answer); err != nil {
+// transport closes, when a question is none, or at once if the hello is refused, of
+// which the reader is told why. The queue pair has been destroyed then: nothing is
+// read by it any more. It returns nil if only ctx has ended it.
+func (t *Transport) Serve(ctx context.Context, reader id.Life, hello []byte, asked <-chan []byte, answer func([]byte) error) error {
+	if err := t.serve(ctx, reader, hello, asked, answer); err != nil {
 		return fmt.Errorf("serve RDMA reads of %s: %w", reader, err)
 	}
 	return nil
 }
 
-func (t *Transport) serve(ctx context.Context, reader id.Life, b []byte, answer func([]byte) error) error {
+func (t *Transport) serve(ctx context.Context, reader id.Life, b []byte, asked <-chan []byte, answer func([]byte) error) error {
 	h, err := parseHello(b)
 	if err != nil {
 		t.stats.garbage.Add(1)
@@ -62,7 +64,9 @@ func (t *Transport) serve(ctx context.Context, reader id.Life, b []byte, answer 
 			t.stats.strangers.Add(1)
 		default:
 			t.stats.refused.Add(1)
-			t.tell(reader, err)
+			if t.speaks() {
+				t.o.Logger.Warn("an RDMA queue pair was refused", "reader", reader.String(), "err", err)
+			}
 		}
 		return errors.Join(err, answer(encodeRefusal(h.generation, no.why)))
 	}
@@ -74,24 +78,15 @@ func (t *Transport) serve(ctx context.Context, reader id.Life, b []byte, answer 
 		return err
 	}
 	t.stats.served.Add(1)
-	select {
-	case <-ctx.Done():
-		return nil
-	case <-s.broken:
-		return fmt.Errorf("device %s has failed", s.port.name())
-	case <-t.ending:
-		return fmt.Errorf("transport: %w", transfer.ErrClosed)
-	}
+	return t.stand(ctx, s, asked, answer)
 }
 
-// tell logs a refusal, since its reader is told no more than its kind: one in ten
-// seconds, whoever asks.
-func (t *Transport) tell(reader id.Life, err error) {
+// speaks reports whether to log what a reader is told no more of than its kind:
+// once in ten seconds, whoever asks.
+func (t *Transport) speaks() bool {
 	now := time.Now().UnixNano()
 	last := t.told.Load()
-	if now-last >= int64(10*time.Second) && t.told.CompareAndSwap(last, now) {
-		t.o.Logger.Warn("an RDMA queue pair was refused", "reader", reader.String(), "err", err)
-	}
+	return now-last >= int64(10*time.Second) && t.told.CompareAndSwap(last, now)
 }
 
 // admit waits for its turn, checks a hello, and makes its queue pair. Without an
@@ -111,10 +106,7 @@ func (t *Transport) admit(ctx context.Context, s *served, h hello) (*rdma.QP, *a
 	}
 	qp, a, err := t.queuePair(ctx, s, h)
 	if err != nil {
-		if qp != nil { // out of its turn, which others wait for
-			t.destroy(qp, s.reader)
-		}
-		t.leave(s)
+		t.dismiss(s, qp) // out of its turn, which others wait for
 		return nil, nil, err
 	}
 	return qp, a, nil
@@ -148,9 +140,15 @@ func (t *Transport) leave(s *served) {
 	t.serving.Done()
 }
 
-// dismiss destroys a queue pair, and then forgets it.
+// dismiss destroys a queue pair, if there is one, then gives back what it was read
+// by, and forgets it.
 func (t *Transport) dismiss(s *served, qp *rdma.QP) {
-	t.destroy(qp, s.reader)
+	if qp != nil {
+		t.destroy(qp, s.reader)
+	}
+	if s.ring != nil {
+		s.ring.drop()
+	}
 	t.leave(s)
 }
 
@@ -173,6 +171,13 @@ func (t *Transport) queuePair(ctx context.Context, s *served, h hello) (*rdma.QP
 	if err != nil {
 		return nil, nil, refuse(refusedPort, "%w", err)
 	}
+	offered := s.port.d.offered
+	if s.port.d.staged {
+		if s.ring, err = s.port.d.newRing(s.reader); err != nil {
+			return nil, nil, err
+		}
+		s.ring.offer(&offered)
+	}
 	// It posts nothing: the smallest there is will do.
 	qp, err := s.port.d.pd.NewQP(rdma.QPOptions{Depth: 1})
 	if err != nil {
@@ -189,7 +194,7 @@ func (t *Transport) queuePair(ctx context.Context, s *served, h hello) (*rdma.QP
 	if err := qp.Connect(to); err != nil {
 		return qp, nil, refuse(refusedVerb, "connect a queue pair: %w", err)
 	}
-	return qp, &answer{generation: h.generation, owner: t.o.Local.Life, end: ours, regions: s.port.d.offered}, nil
+	return qp, &answer{generation: h.generation, owner: t.o.Local.Life, end: ours, regions: offered}, nil
 }
 
 // dropServed ends what peers have on a port. That a single queue pair of theirs

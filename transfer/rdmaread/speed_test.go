@@ -247,7 +247,7 @@ func TestOffsetsBeyondFourGiB(t *testing.T) {
 		n.listen(t, m, Options{})
 	}
 	l := open(t, reader, owner.peer())
-	if n := len(owner.t.devices[0].arenas[0].Keys()); n < 3 {
+	if n := len(owner.t.devices[0].arenas[0].region.Keys()); n < 3 {
 		t.Errorf("5 GiB are %d slices", n)
 	}
 	var copies []transfer.Copy
@@ -337,7 +337,7 @@ func BenchmarkFill(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				p := pull{l: l, copies: copies, left: size, total: size, workers: 1, hands: 1}
-				if !p.take(w, rates{lane: 1e9, best: 1e9, all: 1e9, even: true}) || len(w.copies) != count {
+				if !p.take(w, rates{lane: 1e9, best: 1e9, all: 1e9, even: true}, nil) || len(w.copies) != count {
 					b.Fatal(len(w.copies))
 				}
 				w.fill(&here, &there)

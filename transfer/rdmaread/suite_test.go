@@ -21,6 +21,9 @@ func TestMain(m *testing.M) {
 	if os.Getenv(ownerEnv) != "" {
 		os.Exit(ownerProcess())
 	}
+	if os.Getenv(readerEnv) != "" {
+		os.Exit(readerProcess())
+	}
 	goleak.VerifyTestMain(m)
 }
 
@@ -38,16 +41,18 @@ func TestSuite(t *testing.T) {
 	transfertest.Run(t, m.factory())
 }
 
+// With one lane, and memory of devices on both sides.
 func TestSuiteOneDevice(t *testing.T) {
-	m, _ := newMeeting(t, Options{QueuePairs: 1}, rdmatest.DeviceSpec{Name: "only"})
-	transfertest.Run(t, m.factory())
+	m, _ := newMeeting(t, Options{QueuePairs: 1, root: withPeerMem}, rdmatest.DeviceSpec{Name: "only"})
+	transfertest.Run(t, m.on(t, ByPeerMem, ByDMABuf))
 }
 
+// And with memory of a device at the owner's alone.
 func TestSuiteIPv6(t *testing.T) {
 	m, _ := newMeeting(t, Options{},
 		rdmatest.DeviceSpec{Name: "six0", GIDs: []netip.Addr{netip.MustParseAddr("fe80::1"), netip.MustParseAddr("fd00:1::1")}},
 		rdmatest.DeviceSpec{Name: "six1", GIDs: []netip.Addr{netip.MustParseAddr("2001:db8::1")}})
-	transfertest.Run(t, m.factory())
+	transfertest.Run(t, m.on(t, ByDMABuf, InHost))
 }
 
 // An InfiniBand port is reached by its LID; this one takes small regions too, so
@@ -55,6 +60,14 @@ func TestSuiteIPv6(t *testing.T) {
 func TestSuiteInfiniBand(t *testing.T) {
 	m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "ib0", InfiniBand: true, MaxMRSize: 160 << 10, MaxMsg: 24 << 10, MaxReads: 4})
 	transfertest.Run(t, m.factory())
+}
+
+// Memory of a device that this one reaches neither by a dma-buf nor by its address:
+// what each side has there goes through its host. On devices of the machine too:
+// Soft-RoCE takes no dma-buf.
+func TestSuiteStaged(t *testing.T) {
+	m, _ := newMeeting(t, Options{QueuePairs: 1, Staging: 6 * leastStaging})
+	transfertest.RunStaged(t, m.factory())
 }
 
 // The suite below the faulty wrapper: what the transport gets then are reads in

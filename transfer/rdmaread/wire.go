@@ -1,11 +1,15 @@
 package rdmaread
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
 	"net/netip"
+	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
@@ -26,6 +30,9 @@ const (
 	maxReads      = 128
 	maxKeys       = 1 << 15  // of all regions of an answer
 	maxAnswer     = 64 << 10 // bytes that a Call carries
+	maxStretches  = 1024     // of a gather, so that as many as may be asked for at once fit into a stream that nobody reads
+	maxBuffers    = 16       // of a ring
+	maxReason     = 255      // bytes
 )
 
 var (
@@ -42,6 +49,8 @@ const (
 	kindHello
 	kindAnswer
 	kindRefusal
+	kindGather
+	kindGathered
 )
 
 // refusal is why an owner gives a reader no queue pair.
@@ -56,6 +65,7 @@ const (
 	refusedPath                        // nothing of the port is reached from the reader's address
 	refusedVerb                        // the device gave no queue pair
 	refusedClosed                      // the transport is closing
+	refusedRing                        // its memory is staged, and there is no room for another ring
 )
 
 func (r refusal) err() error {
@@ -76,6 +86,8 @@ func (r refusal) err() error {
 		return errors.New("refused by the owner: its device gave no queue pair; its log says why")
 	case refusedClosed:
 		return fmt.Errorf("refused by the owner: %w", errOwnerClosed)
+	case refusedRing:
+		return fmt.Errorf("refused by the owner: its memory is staged through its host, which has no room for another lane; raise transfer.staging there: %w", transfer.ErrUnavailable)
 	default:
 		return fmt.Errorf("refusal %d: %w", uint8(r), errGarbage)
 	}
@@ -190,18 +202,36 @@ func parseHello(b []byte) (h hello, err error) {
 	return h, nil
 }
 
-// region is memory of the owner that may be read: bytes at addr, with a key for
-// each slice.
+// region is memory that a device may read or write: bytes at addr, with a key for
+// each slice. One without keys is the memory of an arena that the device cannot
+// reach, so that it is staged: of that there are only the bytes.
 type region struct {
 	addr, bytes, slice uint64
 	keys               []uint32
 }
 
-// regions are the owner's, on one device.
+func (r *region) staged() bool { return r.bytes > 0 && len(r.keys) == 0 }
+
+// regions are the owner's, on one device, for one lane.
 type regions struct {
-	seals  region
-	arenas [id.MaxRanks]region // bytes 0: the owner has none of this rank
+	seals   region
+	arenas  [id.MaxRanks]region // bytes 0: the owner has none of this rank
+	ring    region              // of the lane, where one of the arenas is staged
+	buffers int                 // of equal size that the ring has
 }
+
+// staged reports whether an arena is.
+func (r *regions) staged() bool {
+	for i := range r.arenas {
+		if r.arenas[i].staged() {
+			return true
+		}
+	}
+	return false
+}
+
+// buffer is the bytes of one.
+func (r *regions) buffer() uint64 { return r.ring.bytes / uint64(r.buffers) }
 
 // answer is what an owner says to a hello that it takes.
 type answer struct {
@@ -218,9 +248,21 @@ func (a *answer) encode() []byte {
 	count := len(b)
 	b = append(b, 0)
 	for rank := range a.regions.arenas {
-		if r := a.regions.arenas[rank]; r.bytes > 0 {
+		if r := a.regions.arenas[rank]; len(r.keys) > 0 {
 			b[count]++
 			b = appendRegion(append(b, byte(rank)), r)
+		}
+	}
+	if !a.regions.staged() {
+		return b
+	}
+	b = append(appendRegion(b, a.regions.ring), byte(a.regions.buffers))
+	count = len(b)
+	b = append(b, 0)
+	for rank := range a.regions.arenas {
+		if r := a.regions.arenas[rank]; r.staged() {
+			b[count]++
+			b = binary.BigEndian.AppendUint64(append(b, byte(rank)), r.bytes)
 		}
 	}
 	return b
@@ -262,19 +304,136 @@ func parseAnswer(b []byte) (a answer, why refusal, err error) {
 	if want := uint64(memory.Words * 8); a.regions.seals.bytes < want {
 		c.garbage("a seal table of %d bytes, want %d", a.regions.seals.bytes, want)
 	}
-	last := -1
-	for n := int(c.byte()); n > 0 && c.err == nil; n-- {
-		rank := int(c.byte())
-		if rank <= last || rank >= id.MaxRanks {
-			c.garbage("rank %d after rank %d", rank, last)
-			break
-		}
-		a.regions.arenas[rank], last = c.region(), rank
+	c.ranks(func(rank int) { a.regions.arenas[rank] = c.region() })
+	if len(c.b) > 0 {
+		c.staged(&a.regions)
 	}
 	if err := c.close(); err != nil {
 		return answer{}, 0, fmt.Errorf("answer: %w", err)
 	}
 	return a, 0, nil
+}
+
+// staged takes what an owner says whose memory is staged.
+func (c *cursor) staged(r *regions) {
+	r.ring, r.buffers = c.region(), int(c.byte())
+	if n := uint64(r.buffers); c.err == nil && (n < 1 || n > maxBuffers || r.ring.bytes%n != 0 || r.ring.bytes/n%8 != 0) {
+		c.garbage("a ring of %d bytes in %d buffers", r.ring.bytes, n)
+	}
+	n := c.ranks(func(rank int) {
+		bytes := c.uint64()
+		if r.arenas[rank].bytes > 0 || bytes == 0 || bytes > math.MaxInt64 {
+			c.garbage("rank %d is staged, with %d bytes, and registered with %d", rank, bytes, r.arenas[rank].bytes)
+			return
+		}
+		r.arenas[rank] = region{bytes: bytes}
+	})
+	if n == 0 {
+		c.garbage("a ring, and nothing that is staged")
+	}
+}
+
+// ranks takes a list of what there is of ranks, which ascend.
+func (c *cursor) ranks(take func(rank int)) int {
+	count, last := int(c.byte()), -1
+	for n := count; n > 0 && c.err == nil; n-- {
+		rank := int(c.byte())
+		if rank <= last || rank >= id.MaxRanks {
+			c.garbage("rank %d after rank %d", rank, last)
+			break
+		}
+		take(rank)
+		last = rank
+	}
+	return count
+}
+
+// gather asks an owner to copy stretches of staged arenas into a buffer of the
+// lane's ring, one behind the other: that of the number, modulo the buffers.
+type gather struct {
+	number uint64          // of the lane's, from 0
+	copies []transfer.Copy // whose Local means nothing
+}
+
+// appendGather appends the message to b, which may be used again.
+func appendGather(b []byte, number uint64, copies []transfer.Copy) []byte {
+	b = append(append(b, magic...), version, byte(kindGather))
+	b = binary.BigEndian.AppendUint64(b, number)
+	b = binary.BigEndian.AppendUint16(b, uint16(len(copies)))
+	for i := range copies {
+		c := &copies[i]
+		b = append(b, byte(c.Rank))
+		b = binary.BigEndian.AppendUint64(b, uint64(c.Remote))
+		b = binary.BigEndian.AppendUint32(b, uint32(c.Bytes))
+	}
+	return b
+}
+
+// parseGather appends the stretches to copies. Whether there is memory where they
+// lie is for the owner to say.
+func parseGather(b []byte, copies []transfer.Copy) (gather, error) {
+	c, err := cut(b, kindGather)
+	if err != nil {
+		return gather{}, fmt.Errorf("gather: %w", err)
+	}
+	g := gather{number: c.uint64()}
+	n := int(c.uint16())
+	if n < 1 || n > maxStretches {
+		c.garbage("%d stretches", n)
+	}
+	for ; n > 0 && c.err == nil; n-- {
+		s := transfer.Copy{Rank: id.Rank(c.byte()), Remote: int64(c.uint64()), Bytes: int64(c.uint32())}
+		if c.err == nil && (s.Rank.Validate() != nil || s.Remote < 0 || s.Bytes == 0) {
+			c.garbage("%d bytes at %d of rank %d", s.Bytes, s.Remote, int(s.Rank))
+		}
+		copies = append(copies, s)
+	}
+	if err := c.close(); err != nil {
+		return gather{}, fmt.Errorf("gather: %w", err)
+	}
+	g.copies = copies
+	return g, nil
+}
+
+// encodeGathered answers the gather of a number: it is there, or why not.
+func encodeGathered(number uint64, why error) []byte {
+	text := ""
+	if why != nil {
+		text = cmp.Or(printable(why.Error()), "it does not say why")
+	}
+	b := binary.BigEndian.AppendUint64(header(kindGathered), number)
+	return append(append(b, byte(len(text))), text...)
+}
+
+func parseGathered(b []byte) (number uint64, why string, err error) {
+	c, err := cut(b, kindGathered)
+	if err != nil {
+		return 0, "", fmt.Errorf("gathered: %w", err)
+	}
+	number = c.uint64()
+	why = string(c.take(int(c.byte())))
+	if why != printable(why) {
+		c.garbage("a reason of other characters")
+	}
+	if err := c.close(); err != nil {
+		return 0, "", fmt.Errorf("gathered: %w", err)
+	}
+	return number, why, nil
+}
+
+// printable is a text as it may end up in the other side's log.
+func printable(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r == utf8.RuneError || !unicode.IsPrint(r) {
+			return ' '
+		}
+		return r
+	}, s)
+	for len(s) > maxReason {
+		_, last := utf8.DecodeLastRuneInString(s)
+		s = s[:len(s)-last]
+	}
+	return s
 }
 
 func encodeRefusal(generation uint64, why refusal) []byte {

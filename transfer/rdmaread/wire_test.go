@@ -64,11 +64,28 @@ func testAnswer() *answer {
 	return a
 }
 
+// testStagedAnswer is that of an owner of which one arena is staged.
+func testStagedAnswer() *answer {
+	a := testAnswer()
+	a.regions.arenas[7] = region{bytes: 3 << 30}
+	a.regions.ring = region{addr: 0x7f2000000000, bytes: 2 << 20, slice: 1 << 30, keys: []uint32{0x55667788}}
+	a.regions.buffers = 4
+	return a
+}
+
+func testGather() []byte {
+	return appendGather(nil, 0x0102030405060708, []transfer.Copy{{Rank: 7, Remote: 1 << 33, Bytes: 16384}, {Remote: 5, Bytes: 1}})
+}
+
 func TestMessagesAreGolden(t *testing.T) {
 	golden(t, "descriptor", testDescriptor().encode())
 	golden(t, "hello", testHello().encode())
 	golden(t, "answer", testAnswer().encode())
 	golden(t, "refusal", encodeRefusal(0x0102030405060708, refusedFull))
+	golden(t, "staged", testStagedAnswer().encode())
+	golden(t, "gather", testGather())
+	golden(t, "gathered", encodeGathered(0x0102030405060708, nil))
+	golden(t, "ungathered", encodeGathered(0x0102030405060708, errors.New("the device is dead")))
 }
 
 func TestMessagesSayWhatTheyWereGiven(t *testing.T) {
@@ -80,6 +97,17 @@ func TestMessagesSayWhatTheyWereGiven(t *testing.T) {
 	}
 	if a, why, err := parseAnswer(testAnswer().encode()); err != nil || why != 0 || !bytes.Equal(a.encode(), testAnswer().encode()) {
 		t.Errorf("answer: %+v, %v, %v", a, why, err)
+	}
+	if a, why, err := parseAnswer(testStagedAnswer().encode()); err != nil || why != 0 || !bytes.Equal(a.encode(), testStagedAnswer().encode()) || !a.regions.arenas[7].staged() {
+		t.Errorf("staged answer: %+v, %v, %v", a, why, err)
+	}
+	if g, err := parseGather(testGather(), nil); err != nil || !bytes.Equal(appendGather(nil, g.number, g.copies), testGather()) {
+		t.Errorf("gather: %+v, %v", g, err)
+	}
+	for text, want := range map[string]string{"": "it does not say why", "a\nb\x00\xff\u202ec": "a b   c", strings.Repeat("ä", 200): strings.Repeat("ä", 127)} {
+		if n, why, err := parseGathered(encodeGathered(9, errors.New(text))); err != nil || n != 9 || why != want {
+			t.Errorf("gathered: %d, %q, %v, want %q", n, why, err, want)
+		}
 	}
 	if a, why, err := parseAnswer(encodeRefusal(9, refusedPath)); err != nil || why != refusedPath || a.generation != 9 {
 		t.Errorf("refusal: %+v, %v, %v", a, why, err)
@@ -99,6 +127,9 @@ func TestHostileMessagesAreRefused(t *testing.T) {
 	descriptor := func(b []byte) error { _, err := parseDescriptor(b); return err }
 	hello := func(b []byte) error { _, err := parseHello(b); return err }
 	answer := func(b []byte) error { _, _, err := parseAnswer(b); return err }
+	asked := func(b []byte) error { _, err := parseGather(b, nil); return err }
+	gathered := func(b []byte) error { _, _, err := parseGathered(b); return err }
+	s, g, done := testStagedAnswer().encode(), testGather(), encodeGathered(1, errors.New("dead"))
 	d, h, a, r := testDescriptor().encode(), testHello().encode(), testAnswer().encode(), encodeRefusal(1, refusedFull)
 	helloEnd := headerBytes + 8 + lives + 1
 	region := headerBytes + 8 + life + 4 + 4 + 16 + 2 + 3 // the seal table's
@@ -145,6 +176,24 @@ func TestHostileMessagesAreRefused(t *testing.T) {
 		"refusal for no reason":             {answer, hurt(r, len(r)-1, 0)},
 		"refusal of another version":        {answer, hurt(r, 3, 9)},
 		"answer that is a hello":            {answer, h},
+		"ring of no buffers":                {answer, hurt(s, len(s)-11, 0)},
+		"ring of 17 buffers":                {answer, hurt(s, len(s)-11, 17)},
+		"ring of buffers that differ":       {answer, hurt(s, len(s)-11, 3)},
+		"ring, and nothing staged":          {answer, hurt(s[:len(s)-9], len(s)-10, 0)},
+		"staged and registered":             {answer, hurt(s, len(s)-9, 63)},
+		"staged rank 64":                    {answer, hurt(s, len(s)-9, 64)},
+		"staged without bytes":              {answer, hurt(s, len(s)-8, make([]byte, 8)...)},
+		"staged with 2^63 bytes":            {answer, hurt(s, len(s)-8, 0x80)},
+		"gather of nothing":                 {asked, hurt(g, headerBytes+8, 0, 0)},
+		"gather of more than there are":     {asked, hurt(g, headerBytes+8, 0, 3)},
+		"gather of 1025 stretches":          {asked, hurt(g, headerBytes+8, 4, 1)},
+		"gather of rank 64":                 {asked, hurt(g, headerBytes+10, 64)},
+		"gather before the arena":           {asked, hurt(g, headerBytes+11, 0x80)},
+		"gather of no bytes":                {asked, hurt(g, headerBytes+19, 0, 0, 0, 0)},
+		"gather of another version":         {asked, hurt(g, 3, 2)},
+		"gathered with control":             {gathered, hurt(done, len(done)-1, '\n')},
+		"gathered with what is no text":     {gathered, hurt(done, len(done)-1, 0xff)},
+		"gathered with a long reason":       {gathered, hurt(done, headerBytes+8, 5)},
 	} {
 		if err := tt.parse(tt.b); !errors.Is(err, errGarbage) {
 			t.Errorf("%s: %v, want garbage", name, err)
@@ -153,7 +202,7 @@ func TestHostileMessagesAreRefused(t *testing.T) {
 	for name, tt := range map[string]struct {
 		parse func([]byte) error
 		b     []byte
-	}{"descriptor": {descriptor, d}, "hello": {hello, h}, "answer": {answer, a}, "refusal": {answer, r}} {
+	}{"descriptor": {descriptor, d}, "hello": {hello, h}, "answer": {answer, a}, "refusal": {answer, r}, "gather": {asked, g}, "gathered": {gathered, done}} {
 		if err := tt.parse(append(bytes.Clone(tt.b), 0)); !errors.Is(err, errGarbage) {
 			t.Errorf("%s that is longer: %v", name, err)
 		}
@@ -163,6 +212,11 @@ func TestHostileMessagesAreRefused(t *testing.T) {
 			}
 		}
 	}
+	for n := range s { // an answer that ends with the registered arenas is whole
+		if err := answer(s[:n]); err == nil && n != len(a) {
+			t.Errorf("staged answer of %d of %d bytes: no error", n, len(s))
+		}
+	}
 	if _, err := parseDescriptor(nil); !errors.Is(err, transfer.ErrUnavailable) {
 		t.Errorf("no descriptor: %v, want ErrUnavailable", err)
 	}
@@ -170,7 +224,7 @@ func TestHostileMessagesAreRefused(t *testing.T) {
 
 func TestRefusalsAreTold(t *testing.T) {
 	for why, want := range map[refusal]error{
-		refusedLife: transfer.ErrIdentity, refusedPath: transfer.ErrUnavailable, refusedClosed: errOwnerClosed, 99: errGarbage,
+		refusedLife: transfer.ErrIdentity, refusedPath: transfer.ErrUnavailable, refusedClosed: errOwnerClosed, refusedRing: transfer.ErrUnavailable, 99: errGarbage,
 	} {
 		if err := why.err(); !errors.Is(err, want) {
 			t.Errorf("refusal %d: %v, want %v", why, err, want)
@@ -189,6 +243,10 @@ func FuzzMessage(f *testing.F) {
 	f.Add(testDescriptor().encode())
 	f.Add(testHello().encode())
 	f.Add(testAnswer().encode())
+	f.Add(testStagedAnswer().encode())
+	f.Add(testGather())
+	f.Add(encodeGathered(1, nil))
+	f.Add(encodeGathered(1, errors.New("the device is dead")))
 	f.Add(encodeRefusal(1, refusedVerb))
 	f.Add([]byte("kvr"))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -197,6 +255,18 @@ func FuzzMessage(f *testing.F) {
 		}
 		if h, err := parseHello(b); err == nil && !bytes.Equal(h.encode(), b) {
 			t.Fatalf("hello %x is encoded as %x", b, h.encode())
+		}
+		if g, err := parseGather(b, nil); err == nil && !bytes.Equal(appendGather(nil, g.number, g.copies), b) {
+			t.Fatalf("gather %x is encoded as %x", b, appendGather(nil, g.number, g.copies))
+		}
+		if n, text, err := parseGathered(b); err == nil {
+			var why error
+			if text != "" {
+				why = errors.New(text)
+			}
+			if !bytes.Equal(encodeGathered(n, why), b) {
+				t.Fatalf("gathered %x is encoded as %x", b, encodeGathered(n, why))
+			}
 		}
 		a, why, err := parseAnswer(b)
 		if err != nil {
@@ -211,8 +281,11 @@ func FuzzMessage(f *testing.F) {
 		if !bytes.Equal(a.encode(), b) {
 			t.Fatalf("answer %x is encoded as %x", b, a.encode())
 		}
-		for _, r := range append([]region{a.regions.seals}, a.regions.arenas[:]...) {
-			if r.bytes == 0 {
+		if a.regions.staged() && (a.regions.buffer() == 0 || a.regions.buffer()*uint64(a.regions.buffers) != a.regions.ring.bytes) {
+			t.Fatalf("a ring of %d bytes in %d buffers", a.regions.ring.bytes, a.regions.buffers)
+		}
+		for _, r := range append([]region{a.regions.seals, a.regions.ring}, a.regions.arenas[:]...) {
+			if r.bytes == 0 || r.staged() {
 				continue
 			}
 			if r.addr+r.bytes < r.addr || uint64(len(r.keys)) != (r.bytes-1)/r.slice+1 {

@@ -116,6 +116,8 @@ struct mr {
 	struct context *c;
 	struct shared_region *s;
 	uint64_t locked;
+	void *pages; // of a dma-buf, mapped by us; NULL: the program's memory
+	size_t mapped;
 };
 
 // A peer that reads were served by: known to be the process that it was.

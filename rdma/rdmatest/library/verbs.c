@@ -11,6 +11,8 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static struct shared_device *shared(const struct device *d) { return &d->w->control->device[d->index]; }
@@ -272,6 +274,28 @@ static struct shared_region *region_slot(struct context *c, struct shared_region
 	return NULL;
 }
 
+// Makes a region, of which so many bytes were locked; NULL if there is no room.
+static struct ibv_mr *region_new(struct pd *pd, struct shared_region r, uint64_t locked)
+{
+	struct context *c = pd->c;
+	struct mr *mr = calloc(1, sizeof *mr);
+	r.context = c->slot;
+	r.context_life = c->life;
+	r.pd = pd->number;
+	struct shared_region *s = mr ? region_slot(c, r) : NULL;
+	if (!s) {
+		free(mr);
+		return NULL;
+	}
+	mr->v = (struct ibv_mr){.context = pd->v.context, .pd = &pd->v, .addr = (void *)(uintptr_t)r.iova, .length = r.length, .handle = s->key, .lkey = s->key, .rkey = s->key};
+	mr->c = c;
+	mr->s = s;
+	mr->locked = locked;
+	count(pd->uses, 1);
+	count(c->s->live[LIVE_REGION], 1);
+	return &mr->v;
+}
+
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *v, void *addr, size_t length, uint64_t iova, unsigned access)
 {
 	struct pd *pd = (struct pd *)v;
@@ -285,23 +309,14 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *v, void *addr, size_t length, uin
 	uint64_t first = (uintptr_t)addr / 4096, last = ((uintptr_t)addr + length - 1) / 4096, bytes = (last - first + 1) * 4096;
 	if (world_inject(c->w, VERB_REGION) || !lock_memory(c, bytes))
 		return NULL;
-	struct mr *mr = calloc(1, sizeof *mr);
-	struct shared_region *s = mr ? region_slot(c, (struct shared_region){.context = c->slot, .context_life = c->life, .pd = pd->number, .access = access,
-									      .addr = (uintptr_t)addr, .iova = iova, .length = length})
-				     : NULL;
-	if (!s) {
-		free(mr);
+	struct ibv_mr *mr = region_new(pd, (struct shared_region){.access = access, .addr = (uintptr_t)addr, .iova = iova, .length = length}, bytes);
+	if (!mr) {
 		unlock_memory(c, bytes);
 		errno = ENOMEM;
 		return NULL;
 	}
-	mr->v = (struct ibv_mr){.context = v->context, .pd = v, .addr = addr, .length = length, .handle = s->key, .lkey = s->key, .rkey = s->key};
-	mr->c = c;
-	mr->s = s;
-	mr->locked = bytes;
-	count(pd->uses, 1);
-	count(c->s->live[LIVE_REGION], 1);
-	return &mr->v;
+	mr->addr = addr;
+	return mr;
 }
 
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
@@ -309,12 +324,44 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acce
 	return ibv_reg_mr_iova2(pd, addr, length, (uintptr_t)addr, (unsigned)access);
 }
 
-// There is no device memory here.
-struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access)
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *v, uint64_t offset, size_t length, uint64_t iova, int fd, int access)
 {
-	(void)pd, (void)offset, (void)length, (void)iova, (void)fd, (void)access;
-	errno = EOPNOTSUPP;
-	return NULL;
+	struct pd *pd = (struct pd *)v;
+	struct context *c = pd->c;
+	const uint64_t within = 4095;
+	const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | (int)IBV_ACCESS_OPTIONAL_RANGE;
+	struct stat st;
+	if (get(c->w->control->faults.no_dmabuf)) {
+		errno = EOPNOTSUPP;
+		return NULL;
+	}
+	if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode)) {
+		errno = EBADF; // no dma-buf
+		return NULL;
+	}
+	if (length == 0 || length > shared(c->d)->max_mrsize || (access & ~known) || ((offset ^ iova) & within) || iova + length < iova ||
+	    offset > (uint64_t)st.st_size || length > (uint64_t)st.st_size - offset ||
+	    ((access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) && !(access & IBV_ACCESS_LOCAL_WRITE))) {
+		errno = EINVAL;
+		return NULL;
+	}
+	if (world_inject(c->w, VERB_REGION))
+		return NULL;
+	// Its pages are this process's as long as the region lives, whatever becomes
+	// of the descriptor. They are the exporter's, and count against no limit.
+	uint64_t skip = offset & within;
+	char *pages = mmap(NULL, length + skip, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)(offset - skip));
+	if (pages == MAP_FAILED)
+		return NULL;
+	struct ibv_mr *mr = region_new(pd, (struct shared_region){.access = (uint32_t)access, .addr = (uintptr_t)pages + skip, .iova = iova, .length = length}, 0);
+	if (!mr) {
+		munmap(pages, length + skip);
+		errno = ENOMEM;
+		return NULL;
+	}
+	((struct mr *)mr)->pages = pages;
+	((struct mr *)mr)->mapped = length + skip;
+	return mr;
 }
 
 int ibv_dereg_mr(struct ibv_mr *v)
@@ -328,6 +375,8 @@ int ibv_dereg_mr(struct ibv_mr *v)
 	world_unlock(c->w);
 	pthread_rwlock_unlock(&c->landing);
 	__atomic_thread_fence(__ATOMIC_SEQ_CST);
+	if (mr->pages)
+		munmap(mr->pages, mr->mapped);
 	unlock_memory(c, mr->locked);
 	count(c->s->live[LIVE_REGION], -1);
 	count(((struct pd *)v->pd)->uses, -1);
