@@ -53,6 +53,7 @@ gossip in any case: a --target that is not a member learns of it by that alone.`
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("not published within %v", timeout))
 			defer cancel()
+			o.CUDALibrary = cudaLibrary(o.CUDALibrary)
 			p, err := replay.Publish(ctx, o)
 			if err != nil {
 				return err
@@ -71,6 +72,7 @@ gossip in any case: a --target that is not a member learns of it by that alone.`
 	f.IntVar(&o.Readers, "readers", 1, "nodes that will read, 256 at most")
 	f.DurationVar(&o.Hold, "hold", 0, "how long the pages are held for the first reader (default the node's)")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "for all of it")
+	addCUDALibrary(cmd, &o.CUDALibrary)
 	output = addFormat(cmd)
 	return cmd
 }

@@ -76,7 +76,7 @@ such as that explains; the report says how.`,
 				}
 				o.Prefill, o.Decode = c.Sockets("prefill"), c.Sockets("decode")
 			}
-			o.Progress = cmd.ErrOrStderr()
+			o.Progress, o.CUDALibrary = cmd.ErrOrStderr(), cudaLibrary(o.CUDALibrary)
 			report, err := replay.Run(cmd.Context(), o)
 			if report != nil {
 				if err := printReport(cmd.OutOrStdout(), output, report); err != nil {
@@ -101,6 +101,7 @@ such as that explains; the report says how.`,
 	f.DurationVar(&o.Settle, "settle", time.Minute, "at the end, for the publications of failed requests to run out")
 	f.StringArrayVar(&o.Prefill, "prefill", nil, "engine socket of a prefill node, instead of the local cluster's; may be repeated")
 	f.StringArrayVar(&o.Decode, "decode", nil, "engine socket of a decode node; may be repeated")
+	addCUDALibrary(cmd, &o.CUDALibrary)
 	cmd.MarkFlagsRequiredTogether("prefill", "decode")
 	output = addFormat(cmd)
 	return cmd

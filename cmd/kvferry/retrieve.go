@@ -51,6 +51,7 @@ code 4 if one differs.`,
 			// the time of a few calls.
 			ctx, cancel := context.WithTimeout(cmd.Context(), o.Wait+3*callTimeout)
 			defer cancel()
+			o.CUDALibrary = cudaLibrary(o.CUDALibrary)
 			r, err := replay.Retrieve(ctx, o)
 			if errors.Is(err, replay.ErrWrongBytes) {
 				return fmt.Errorf("%w: %w", errVerify, err)
@@ -77,6 +78,7 @@ code 4 if one differs.`,
 	}
 	f := cmd.Flags()
 	f.DurationVar(&o.Wait, "wait", 10*time.Second, "for the request to be published and landed")
+	addCUDALibrary(cmd, &o.CUDALibrary)
 	f.IntVar(&o.MinTokens, "min-tokens", 0, "be content with so many tokens (default all, up to the final publication)")
 	f.BoolVar(&o.Verify, "verify", false, "compare every byte with what kvferry publish writes")
 	output = addFormat(cmd)

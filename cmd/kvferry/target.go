@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,6 +37,14 @@ func (t *target) addFlags(root *cobra.Command) {
 	root.MarkFlagsMutuallyExclusive("node", "socket")
 	must(root.RegisterFlagCompletionFunc("node", t.completeNode))
 }
+
+// addCUDALibrary adds the flag of commands that write and read arenas themselves.
+func addCUDALibrary(cmd *cobra.Command, path *string) {
+	cmd.Flags().StringVar(path, "cuda-library", "", "path of libcuda.so.1, where arenas are in device memory (default $KVFERRY_ARENA_CUDA_LIBRARY, else where the loader finds it)")
+}
+
+// cudaLibrary is that flag's value.
+func cudaLibrary(path string) string { return cmp.Or(path, os.Getenv("KVFERRY_ARENA_CUDA_LIBRARY")) }
 
 // completeNode offers the nodes of the local cluster to the shell.
 func (t *target) completeNode(*cobra.Command, []string, string) ([]cobra.Completion, cobra.ShellCompDirective) {

@@ -200,12 +200,15 @@ func (c *Cluster) enoughMemory(o Options, secrets *secrets) error {
 			return err
 		}
 		ranks := int64(len(conf.Arena.Ranks))
-		device := conf.Geometry().Layout.Bytes()
+		arena := conf.Geometry().Layout.Bytes()
+		if conf.Arena.Memory != config.HostMemory {
+			arena = 0 // of this machine's memory
+		}
 		host, _ := conf.HostLayout() // without one it has no bytes
-		if device > math.MaxInt64-host.Bytes() || device+host.Bytes() > (math.MaxInt64-total)/ranks {
+		if arena > math.MaxInt64-host.Bytes() || arena+host.Bytes() > (math.MaxInt64-total)/ranks {
 			return fmt.Errorf("arenas and host tiers of %d nodes: %w", len(nodes), memory.ErrLimit)
 		}
-		total += (device + host.Bytes()) * ranks
+		total += (arena + host.Bytes()) * ranks
 	}
 	if err := memory.Fits(total); err != nil {
 		return fmt.Errorf("memory for %d nodes, %s in all (make them fewer, or give them fewer --pages, --host-pages, or --layers): %w", len(nodes), config.Size(total), err)

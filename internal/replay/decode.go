@@ -149,7 +149,10 @@ func (j *job) check(ctx context.Context, lengths []int, tokens int) (verified in
 	var first *mistake
 	for _, v := range s.views {
 		for _, r := range d.ranks {
-			looked, wrong, m := r.arena.check(j.request, v.stream, r.id, v.pages, tokens)
+			looked, wrong, m, err := r.check(j.request, v.stream, v.pages, tokens)
+			if err != nil {
+				return verified, fmt.Errorf("look at %d tokens of label %s on rank %d of node %s: %w", tokens, v.stream.label, r.id, d.node(), err)
+			}
 			verified += looked - wrong
 			if wrong > 0 {
 				j.run.noteWrong(wrong)
@@ -172,7 +175,9 @@ func (j *job) decodeStep(ctx context.Context, token int) error {
 		return err
 	}
 	defer s.giveUp(ctx)
-	j.write(s, token)
+	if _, err := j.write(s, token); err != nil {
+		return err
+	}
 	answer, err := s.commit(ctx)
 	if err != nil {
 		return err

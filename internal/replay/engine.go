@@ -27,6 +27,7 @@ const (
 // and the memory of a dead one is there for the next.
 type engine struct {
 	socket, role string
+	library      string // of CUDA
 
 	mu     sync.Mutex
 	life   *life          // nil: no request can be given to it
@@ -61,18 +62,18 @@ func (k kind) differs(other kind) error {
 }
 
 // openEngines opens all of them and makes sure that they can work together.
-func openEngines(ctx context.Context, prefill, decode []string) (engines []*engine, k kind, err error) {
+func openEngines(ctx context.Context, o Options) (engines []*engine, k kind, err error) {
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, closeEngines(engines))
 		}
 	}()
-	for i, socket := range slices.Concat(prefill, decode) {
-		e := &engine{socket: socket, role: "prefill"}
-		if i >= len(prefill) {
+	for i, socket := range slices.Concat(o.Prefill, o.Decode) {
+		e := &engine{socket: socket, role: "prefill", library: o.CUDALibrary}
+		if i >= len(o.Prefill) {
 			e.role = "decode"
 		}
-		l, err := openLife(ctx, socket, e.role)
+		l, err := openLife(ctx, socket, e.role, e.library)
 		if err != nil {
 			return engines, k, err
 		}
@@ -196,7 +197,7 @@ func (e *engine) serve(ctx context.Context, r *run, l *life) {
 // ended first. A node that has become another one ends the run.
 func (e *engine) reopen(ctx context.Context, r *run) *life {
 	for wait := firstReopen; ctx.Err() == nil; wait = min(2*wait, lastReopen) {
-		l, err := openLife(ctx, e.socket, e.role)
+		l, err := openLife(ctx, e.socket, e.role, e.library)
 		if err == nil {
 			if err = e.begin(l, r.kind); err != nil {
 				r.stop(errors.Join(err, l.close()))

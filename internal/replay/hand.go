@@ -26,6 +26,8 @@ type PublishOptions struct {
 	Target  id.Node
 	Readers int
 	Hold    time.Duration
+	// CUDALibrary is that of [Options].
+	CUDALibrary string
 }
 
 // Published is what Publish did.
@@ -47,7 +49,7 @@ func Publish(ctx context.Context, o PublishOptions) (p Published, err error) {
 	if o.Tokens < 1 || o.Tokens > MaxTokens || o.Chunks < 1 || o.Chunks > o.Tokens {
 		return p, fmt.Errorf("publish %s: %d tokens in %d chunks: want 1 to %d tokens, and a token in each chunk", o.Request, o.Tokens, o.Chunks, MaxTokens)
 	}
-	n, err := openLife(ctx, o.Socket, "prefill")
+	n, err := openLife(ctx, o.Socket, "prefill", o.CUDALibrary)
 	if err != nil {
 		return p, err
 	}
@@ -68,7 +70,11 @@ func Publish(ctx context.Context, o PublishOptions) (p Published, err error) {
 		if err != nil {
 			return p, err
 		}
-		p.Bytes += j.write(s, from)
+		written, err := j.write(s, from)
+		if err != nil {
+			return p, errors.Join(err, s.abort(ctx))
+		}
+		p.Bytes += written
 		offer := &kvferrypb.PublishRequest{Request: string(o.Request), Target: string(o.Target), Readers: uint32(o.Readers), Final: to == o.Tokens}
 		if o.Hold > 0 {
 			offer.Hold = durationpb.New(o.Hold)
@@ -95,6 +101,8 @@ type RetrieveOptions struct {
 	MinTokens int           // be content with so many; default: all, up to the final publication
 	Wait      time.Duration // for them to be there; default: not at all
 	Verify    bool          // against what Publish wrote
+	// CUDALibrary is that of [Options].
+	CUDALibrary string
 }
 
 // Retrieved is what Retrieve did.
@@ -111,7 +119,7 @@ type Retrieved struct {
 // Retrieve does what the decode side of a Run does with one request, and
 // removes it. The error wraps ErrWrongBytes if they were not those of Publish.
 func Retrieve(ctx context.Context, o RetrieveOptions) (r Retrieved, err error) {
-	n, err := openLife(ctx, o.Socket, "decode")
+	n, err := openLife(ctx, o.Socket, "decode", o.CUDALibrary)
 	if err != nil {
 		return r, err
 	}

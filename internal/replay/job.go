@@ -443,13 +443,17 @@ func (s *step) giveUp(ctx context.Context) {
 }
 
 // write puts the tokens of a step where its plans say, on every rank.
-func (j *job) write(s *step, from int) (n int64) {
+func (j *job) write(s *step, from int) (written int64, err error) {
 	for _, v := range s.views {
 		for _, r := range s.life.ranks {
-			n += r.arena.write(newPattern(j.request, v.stream.label, r.id), from, v.places)
+			n, err := r.write(newPattern(j.request, v.stream.label, r.id), from, v.places)
+			if err != nil {
+				return written, fmt.Errorf("write tokens %d to %d of label %s on rank %d of node %s: %w", from, from+len(v.places), v.stream.label, r.id, s.life.node(), err)
+			}
+			written += n
 		}
 	}
-	return n
+	return written, nil
 }
 
 // labelNames are main, cfg, cfg2 and so on.

@@ -5,13 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/internal/page"
 )
 
@@ -24,7 +27,7 @@ const openTimeout = 30 * time.Second
 type life struct {
 	client    *client.Client
 	session   *client.Session
-	regions   []io.Closer // mapped arenas
+	memory    []io.Closer // what its arenas are reached by, in order of opening
 	ranks     []rank
 	hostPages int // of the node's host tier
 	pages     *budget
@@ -49,13 +52,31 @@ type moves struct {
 
 // rank is one local rank's arena.
 type rank struct {
-	id    id.Rank
-	arena arena
+	id     id.Rank
+	arena  arena
+	device *device // nil: the arena is in host memory
+}
+
+// write is [arena.write].
+func (r rank) write(kv pattern, from int, places []place) (int64, error) {
+	if r.device != nil {
+		return r.device.write(kv, from, places)
+	}
+	return r.arena.write(kv, from, places), nil
+}
+
+// check is [arena.check].
+func (r rank) check(request id.Request, s stream, pages []page.Index, tokens int) (looked, wrong int64, first *mistake, err error) {
+	if r.device != nil {
+		return r.device.check(request, s, r.id, pages, tokens)
+	}
+	looked, wrong, first = r.arena.check(request, s, r.id, pages, tokens)
+	return looked, wrong, first, nil
 }
 
 // openLife begins a session on the node at the socket and maps its arenas. The
 // caller closes it. It outlives ctx.
-func openLife(ctx context.Context, socket, role string) (_ *life, err error) {
+func openLife(ctx context.Context, socket, role, library string) (_ *life, err error) {
 	l := &life{leaving: make(chan struct{}), released: make(map[id.Request]chan string)}
 	l.leave = sync.OnceFunc(func() { close(l.leaving) })
 	l.ctx, l.end = context.WithCancelCause(context.WithoutCancel(ctx))
@@ -72,17 +93,8 @@ func openLife(ctx context.Context, socket, role string) (_ *life, err error) {
 	if l.session, err = l.client.Open(ctx, client.OpenOptions{Engine: "replay", Role: role, OnEvent: l.onEvent}); err != nil {
 		return nil, err
 	}
-	for _, r := range l.session.Ranks() {
-		region, err := l.session.Arena(ctx, r)
-		if err != nil {
-			return nil, err
-		}
-		l.regions = append(l.regions, region)
-		a, err := newArena(region.Bytes(), l.layout())
-		if err != nil {
-			return nil, fmt.Errorf("rank %d: %w", r, err)
-		}
-		l.ranks = append(l.ranks, rank{r, a})
+	if err := l.openArenas(ctx, library); err != nil {
+		return nil, err
 	}
 	if len(l.ranks) == 0 {
 		return nil, errors.New("it has no rank")
@@ -98,6 +110,48 @@ func openLife(ctx context.Context, socket, role string) (_ *life, err error) {
 	}
 	l.work.Go(l.watch)
 	return l, nil
+}
+
+// openArenas opens those of all ranks: in host memory, or on devices by the
+// library of CUDA, which is looked for only then.
+func (l *life) openArenas(ctx context.Context, library string) error {
+	var runtime *cuda.Runtime
+	for _, r := range l.session.Ranks() {
+		a, err := l.session.AnyArena(ctx, r, runtime)
+		if runtime == nil && errors.Is(err, client.ErrDeviceMemory) {
+			if runtime, err = cuda.Open(cuda.Options{Library: library}); err != nil {
+				return fmt.Errorf("rank %d is in device memory: %w", r, err)
+			}
+			l.memory = append(l.memory, runtime)
+			a, err = l.session.AnyArena(ctx, r, runtime)
+		}
+		if err != nil {
+			return err
+		}
+		l.memory = append(l.memory, a)
+		rank, err := newRank(r, a, l.layout())
+		if err != nil {
+			return fmt.Errorf("rank %d: %w", r, err)
+		}
+		if rank.device != nil {
+			l.memory = append(l.memory, rank.device)
+		}
+		l.ranks = append(l.ranks, rank)
+	}
+	return nil
+}
+
+func newRank(r id.Rank, a memory.Arena, l page.Layout) (rank, error) {
+	switch a := a.(type) {
+	case *memory.Region:
+		host, err := newArena(a.Bytes(), l)
+		return rank{id: r, arena: host}, err
+	case memory.Stager:
+		d, err := newDevice(a, l)
+		return rank{id: r, arena: arena{layout: l}, device: d}, err
+	default:
+		return rank{}, fmt.Errorf("an arena of kind %T", a)
+	}
 }
 
 func (l *life) name() id.Life       { return l.session.Life() }
@@ -156,8 +210,8 @@ func (l *life) close() error {
 	if l.session != nil {
 		errs = append(errs, l.session.Close())
 	}
-	for _, r := range l.regions {
-		errs = append(errs, r.Close())
+	for _, m := range slices.Backward(l.memory) {
+		errs = append(errs, m.Close())
 	}
 	if l.client != nil {
 		errs = append(errs, l.client.Close())

@@ -295,7 +295,7 @@ func TestWhatIsLeftIsTold(t *testing.T) {
 // A life that is worked on is not closed, and the next one is opened when it is.
 func TestOneLifeAtATime(t *testing.T) {
 	o, c := testOptions(t, lies{}, 1, 1, 1)
-	engines, k, err := openEngines(t.Context(), o.Prefill, o.Decode)
+	engines, k, err := openEngines(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -38,7 +38,10 @@ func (j *job) prefillChunk(ctx context.Context, from, span int) error {
 		return err
 	}
 	defer s.giveUp(ctx)
-	n := j.write(s, from)
+	n, err := j.write(s, from)
+	if err != nil {
+		return err
+	}
 	j.from.note(func(r *NodeReport) { r.Bytes += n })
 	final := from+span == j.tokens
 	if final {

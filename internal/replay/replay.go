@@ -100,6 +100,9 @@ type Options struct {
 	// ones may take to run out: the hold and the lease of the nodes, and some
 	// more. Default 60 s.
 	Settle time.Duration
+	// CUDALibrary is the path of libcuda, for arenas in the memory of a device;
+	// default: where the loader finds it.
+	CUDALibrary string
 	// Progress gets a bar if it is a terminal, else a line now and then; nil:
 	// nothing.
 	Progress io.Writer
@@ -124,7 +127,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	if err != nil {
 		return nil, fmt.Errorf("replay: %w", err)
 	}
-	engines, k, err := openEngines(ctx, o.Prefill, o.Decode)
+	engines, k, err := openEngines(ctx, o)
 	if err != nil {
 		return nil, fmt.Errorf("replay: %w", err)
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"os"
 	"os/exec"
 	"strings"
 	"testing"
@@ -22,8 +23,15 @@ type command struct {
 // test.
 func begin(t *testing.T, limit time.Duration, stdin string, args ...string) *command {
 	t.Helper()
+	return beginIn(t, nil, limit, stdin, args...)
+}
+
+// beginIn is begin with more in the environment.
+func beginIn(t *testing.T, env []string, limit time.Duration, stdin string, args ...string) *command {
+	t.Helper()
 	ctx, stop := context.WithTimeout(t.Context(), limit)
 	c := &command{cmd: exec.CommandContext(ctx, built.binary, args...), ended: make(chan struct{})}
+	c.cmd.Env = append(os.Environ(), env...)
 	c.cmd.Stdin, c.cmd.Stdout, c.cmd.Stderr = strings.NewReader(stdin), &c.stdout, &c.stderr
 	if err := c.cmd.Start(); err != nil {
 		stop()

@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/rdma/rdmatest"
 )
@@ -60,7 +59,7 @@ func memoryFiles(maps []string) (n int) {
 // reader uses nothing more for it: no file, goroutine, thread, mapping, or queue
 // pair.
 func TestPeerRestartsLeaveNothing(t *testing.T) {
-	for _, transport := range config.Transports() {
+	for _, transport := range hostTransports() {
 		t.Run(transport, func(t *testing.T) {
 			t.Parallel()
 			peerRestartsLeaveNothing(t, transport)

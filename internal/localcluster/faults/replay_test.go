@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/internal/replay"
+	"github.com/kvferry/kvferry/transfer/cudaipc"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
@@ -35,21 +36,28 @@ const (
 // the same ports and on others, and stopped for a while. No byte is wrong, and
 // every request is ready or ends with a code that such a node explains.
 // Afterwards all nodes meet, all pages are free, and a node that lived through
-// it uses no more than before.
+// it uses no more than before; in device memory nothing is left of any of them.
 func TestReplayWhileNodesDie(t *testing.T) {
 	for name, secure := range map[string]bool{"plain": false, "secure": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			replayWhileNodesDie(t, secure)
+			replayWhileNodesDie(t, localcluster.Options{Secure: secure}, shm.Name)
 		})
 	}
+	t.Run("on devices", func(t *testing.T) {
+		t.Parallel()
+		w := newGPUs(t)
+		replayWhileNodesDie(t, localcluster.Options{Env: w.Env(), Set: onDevices(w)}, cudaipc.Name, "--cuda-library", w.Library())
+	})
 }
 
-func replayWhileNodesDie(t *testing.T, secure bool) {
-	c := start(t, localcluster.Options{Prefill: 4, Decode: 4, Secure: secure, Set: []string{
-		"arena.pages=64", "arena.page_size=16",
-		"timers.hold=2s", "timers.lease=2s", "timers.lease_renew=500ms", "timers.session_grace=1s", "timers.stall=1s",
-	}})
+// replayWhileNodesDie reads by the transport named, and from and to one node each
+// by TCP.
+func replayWhileNodesDie(t *testing.T, o localcluster.Options, transport string, flags ...string) {
+	o.Prefill, o.Decode = 4, 4
+	o.Set = append(o.Set, "arena.pages=64", "arena.page_size=16",
+		"timers.hold=2s", "timers.lease=2s", "timers.lease_renew=500ms", "timers.session_grace=1s", "timers.stall=1s")
+	c := start(t, o)
 	c.tcpOnly("prefill-1", "decode-1")
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -62,7 +70,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 	if err := os.WriteFile(trace, []byte(lines.String()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	args := []string{"replay", trace, "--timeout", requestTimeout.String(), "--settle", settleTime.String(), "-o", "json"}
+	args := append([]string{"replay", trace, "--timeout", requestTimeout.String(), "--settle", settleTime.String(), "-o", "json"}, flags...)
 	for _, role := range []string{"prefill", "decode"} {
 		for _, socket := range c.Sockets(role) {
 			args = append(args, "--"+role, socket)
@@ -71,7 +79,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 
 	// With nobody dying every request is ready. It also makes every connection
 	// that there will be.
-	calm := begin(t, time.Minute, "", args...)
+	calm := beginIn(t, o.Env, time.Minute, "", args...)
 	code := calm.code(t)
 	if r := reportOf(t, calm); code != 0 || !r.OK || r.Ready != r.Requests || r.Requests != 40 {
 		t.Fatalf("before anybody dies: exit code %d\n%s%s", code, calm.stdout.String(), calm.stderr.String())
@@ -87,7 +95,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 		}
 	}
 
-	foul := begin(t, *soak+testLimit, "", append(args, "--loop", soak.String(), "--expect-failures")...)
+	foul := beginIn(t, o.Env, *soak+testLimit, "", append(args, "--loop", soak.String(), "--expect-failures")...)
 	await(t, "its engines at all nodes, which it wants at its start", patience, func(ctx context.Context) error {
 		for _, s := range c.Status(ctx) {
 			if s.Status.GetSessions() == 0 {
@@ -111,7 +119,7 @@ func replayWhileNodesDie(t *testing.T, secure bool) {
 			t.Errorf("a request ended with %s after %.1f s: %v", f.Code, f.Longest, f.Examples)
 		}
 	}
-	for _, transport := range []string{shm.Name, tcp.Name} {
+	for _, transport := range []string{transport, tcp.Name} {
 		if r.BytesByTransport[transport] == 0 {
 			t.Errorf("nothing went over %s", transport)
 		}

@@ -14,7 +14,6 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
-	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/localcluster"
 	"github.com/kvferry/kvferry/transfer/tcp"
 )
@@ -25,7 +24,7 @@ import (
 // that knows of it and has mapped the memory gets it. Once gossip has found that
 // the owner is silent, it is nobody's owner either way.
 func TestOwnerIsStopped(t *testing.T) {
-	for _, transport := range config.Transports() {
+	for _, transport := range hostTransports() {
 		t.Run(transport, func(t *testing.T) {
 			t.Parallel()
 			ownerIsStopped(t, transport)
