@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# deps.sh [--check] [build|check|test|vm|rdma|bench]
+# deps.sh [--check] [build|check|test|vm|rdma|cuda|bench]
 #
 # Says what this machine lacks to build kvferry (build), to check it (check),
 # to run all of its tests (test, the default) or those in a throw-away machine
-# alone (vm), to run those of RDMA too (rdma), or its benchmarks (bench), and
-# installs it by apt where it may: as root, or by a sudo that asks nothing.
+# alone (vm), to run those of RDMA (rdma) or of GPUs (cuda) too, or its benchmarks
+# (bench), and installs it by apt where it may: as root, or by a sudo that asks nothing.
 #
 # --check installs nothing. Exit: 0 all there; 2 something is missing and
 # cannot be installed from here (the one command that would is printed);
@@ -18,7 +18,7 @@ die() { echo "deps: $*" >&2; exit 2; }
 check=
 [ "${1:-}" = --check ] && { check=1; shift; }
 scope=${1:-test}
-case $scope in build | check | test | vm | rdma | bench) ;; *) die "usage: deps.sh [--check] [build|check|test|vm|rdma|bench]" ;; esac
+case $scope in build | check | test | vm | rdma | cuda | bench) ;; *) die "usage: deps.sh [--check] [build|check|test|vm|rdma|cuda|bench]" ;; esac
 export PATH=$PATH:/usr/local/go/bin:/usr/sbin:/sbin
 
 missing=() # packages of Debian
@@ -105,6 +105,17 @@ fi
 if [ "$scope" = rdma ]; then
 	need ib_read_bw perftest
 	need tc iproute2
+fi
+
+# ---- cuda: what the other machine's library is tried with, and the wheels of
+# NVIDIA's headers.
+if [ "$scope" = cuda ]; then
+	need readelf binutils
+	python3 -m pip --version >/dev/null 2>&1 || lack python3-pip "python3 with pip"
+	if [ "$(uname -m)" = x86_64 ] && ! command -v aarch64-linux-gnu-gcc >/dev/null; then
+		lack gcc-aarch64-linux-gnu aarch64-linux-gnu-gcc
+		lack libc6-dev-arm64-cross "the C library's headers for it"
+	fi
 fi
 
 if [ ${#missing[@]} -eq 0 ]; then

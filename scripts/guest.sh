@@ -1,7 +1,7 @@
 #!/bin/sh
 # guest.sh PART...: what scripts/test.sh and scripts/test-rdma.sh run inside the
 # machine of scripts/vm.sh, from a directory with a copy of what they built:
-# smoke suite link replay calls bench. By busybox's shell.
+# smoke suite link replay devices calls bench. By busybox's shell.
 set -e
 set -o pipefail
 export KVFERRY_RDMA_DEVICE=rxe0,rxe1 # the owner's device, and the reader's
@@ -113,11 +113,12 @@ none() {
 		fail "$1 system calls of the owner for $2 pages: want none a page"
 }
 
-# replay TOKENS: two nodes with so many tokens a page, a trace, every byte checked,
-# and seen on the link. It leaves bytes, pages, calls, rest, and took.
+# replay TOKENS [FLAGS...]: two nodes with so many tokens a page, a trace, every
+# byte checked, and seen on the link. It leaves bytes, pages, calls, rest, and took.
 replay() {
-	local before crossed report=/tmp/replay.json
-	rdma --set arena.page_size="$1" --pages 128MiB
+	local before crossed report=/tmp/replay.json size=$1
+	shift
+	rdma --set arena.page_size="$size" --pages 128MiB "$@"
 	rest=$(($(idle 3) / 3))
 	before=$(carried)
 	count
@@ -126,7 +127,7 @@ replay() {
 	crossed=$(($(carried) - before))
 	down
 	bytes=$(number verified_bytes $report) took=$(number elapsed_seconds $report)
-	pages=$((bytes / $1 / 1024)) # about: the last one of a request is not full
+	pages=$((bytes / size / 1024)) # about: the last one of a request is not full
 	grep -q '"ok": true' $report || fail "replay: $(cat $report)"
 	[ "$(number rdma $report)" = "$bytes" ] && [ "$bytes" -gt 0 ] || fail "not all of $bytes bytes came by rdma: $(cat $report)"
 	[ "$crossed" -ge "$bytes" ] || fail "the link carried $crossed bytes, and $bytes were read"
@@ -143,6 +144,14 @@ part_replay() {
 	replay 16
 	# Less what the owner would have made without a read.
 	none $(echo "$few $calls $rest $took $pages" | awk '{ print ($5 - $6 * $7) - ($1 - $2 * $3), $8 - $4 }') 0.2
+}
+
+# ---- devices: the same between arenas in the memory of emulated GPUs, which
+# Soft-RoCE cannot reach: both sides stage.
+part_devices() {
+	export KVFERRY_ARENA_CUDA_LIBRARY="$V/libcuda.so.1"
+	replay 128 --set arena.memory=cuda:0 --set arena.cuda_library="$KVFERRY_ARENA_CUDA_LIBRARY"
+	unset KVFERRY_ARENA_CUDA_LIBRARY
 }
 
 # ---- calls: what reading alone costs the owner's process: nothing a page.

@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 dir=${1:?usage: test-binaries.sh DIR PACKAGE...}
 shift
 tags=$(scripts/tags.sh 2>/dev/null)
+eval "$(scripts/cuda-env.sh)"
 mkdir -p "$dir/docs"
 cp docs/rdma.md "$dir/docs"
 for package; do

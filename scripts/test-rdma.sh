@@ -4,9 +4,10 @@
 # Everything of RDMA on real verbs, in throw-away machines with two Soft-RoCE
 # devices (scripts/vm.sh). Parts: suite, every test of the verbs and of the
 # transport that a device can pass; replay, of a trace between two nodes, and what
-# that costs the owner; delay and loss, the transport's suite and the replay on a
-# link that takes 1 ms each way, and on one that loses one packet in 1,000; bench,
-# figures beside ib_read_bw. A test that skips fails, but for faults that only the
+# that costs the owner; devices, the same between arenas in the memory of emulated
+# GPUs; delay and loss, the transport's suite and the replay on a link that takes
+# 1 ms each way, and on one that loses one packet in 1,000; bench, figures beside
+# ib_read_bw. A test that skips fails, but for faults that only the
 # emulated verbs of make test can make, and what is for long runs alone. Figures
 # below what is promised are told, and fail nothing.
 set -euo pipefail
@@ -19,6 +20,7 @@ fail() {
 }
 [ "$(uname -m)" = x86_64 ] || fail "scripts/vm.sh boots x86_64 only, this is $(uname -m)"
 tags=$(scripts/tags.sh)
+eval "$(scripts/cuda-env.sh)"
 [[ $tags == *rdma* ]] || fail "nothing to test without the tag rdma (above)"
 
 tmp=$(mktemp -d "${TMPDIR:-/tmp}/kvr.XXXXXX")
@@ -49,6 +51,13 @@ part_replay() {
 	guest 300 replay
 	guest 300 calls
 }
+part_devices() {
+	local library
+	library=$(go test -count=1 -v -run '^TestBuild$' ./cuda/cudatest | sed -n 's/.*built: //p')
+	[ -n "$library" ] || fail "no emulated driver: it takes a C compiler"
+	cp "$library" "$root/libcuda.so.1"
+	guest 300 devices
+}
 part_delay() {
 	KVFERRY_VM_NETEM="delay 1ms" guest 600 link
 	tested
@@ -62,7 +71,7 @@ part_loss() {
 part_bench() { guest 300 bench; }
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(suite replay delay loss bench)
+[ ${#parts[@]} -gt 0 ] || parts=(suite replay devices delay loss bench)
 times=()
 for part in "${parts[@]}"; do
 	declare -F "part_$part" >/dev/null || {

@@ -35,6 +35,14 @@ fail() {
 
 tags=$(scripts/tags.sh) # which says what is left out
 has_rdma() { [[ $tags == *rdma* ]]; }
+# Every build with the tag cuda needs this; without a C compiler it is as if it
+# had no tag.
+no_cuda=
+if environment=$(scripts/cuda-env.sh 2>"$tmp/no_cuda"); then
+	eval "$environment"
+else
+	no_cuda=$(cat "$tmp/no_cuda")
+fi
 
 # ---- build: the binary as it is shipped, and everything without a tag.
 part_build() {
@@ -56,20 +64,25 @@ part_vet() {
 	go test -count=1 ./internal/layers
 }
 
-# ---- race: every test, under the race detector; those of RDMA by emulated verbs.
+# ---- race: every test, under the race detector; those of RDMA by emulated verbs,
+# those of GPUs by an emulated driver.
 part_race() {
 	local log=$tmp/race.log tested=$tmp/tested status=0 transports=(memory shm tcp)
 	: >"$tested"
-	env -u KVFERRY_RDMA_DEVICE KVFERRY_TESTED_FILE="$tested" \
+	[ -z "$no_cuda" ] || echo "CUDA NOT TESTED: $no_cuda" | tee -a "$notes"
+	env -u KVFERRY_RDMA_DEVICE -u KVFERRY_CUDA_GPU -u KVFERRY_CUDA_VARIANT KVFERRY_TESTED_FILE="$tested" \
 		go test -race -v -timeout 15m -tags "$tags" ./... 2>&1 | tee "$log" | scripts/readable.sh || status=$?
 	[ "$status" -eq 0 ] || return "$status"
-	sort -u "$tested" | sed 's/^rdma$/& (emulated verbs)/' | paste -sd' ' | sed 's/^/transports tested: /' >>"$notes"
-	sed -n 's/^ *\(rdma\|cuda\)_test\.go:[0-9]*: .*reason /not on this machine: /p' "$log" | grep -v 'nil>$' >>"$notes" || true
+	sort -u "$tested" | sed 's/^rdma$/& (emulated verbs)/; s/^cudaipc$/& (emulated driver)/' | paste -sd' ' | sed 's/^/transports tested: /' >>"$notes"
+	sed -n 's/^ *\(rdma\|probe\)_test\.go:[0-9]*: .*reason /not on this machine: /p' "$log" | grep -v 'nil>$' >>"$notes" || true
 	# These need nothing but the kernel, and a C compiler with headers.
 	if has_rdma; then
 		transports+=(rdma)
 	else
 		echo "RDMA NOT TESTED: $(scripts/tags.sh 2>&1 >/dev/null)" | tee -a "$notes"
+	fi
+	if [ -z "$no_cuda" ]; then
+		transports+=(cudaipc)
 	fi
 	local transport
 	for transport in "${transports[@]}"; do
