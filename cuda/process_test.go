@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -24,6 +25,9 @@ const (
 	childEnv   = "KVFERRY_CUDA_TEST_CHILD"
 	libraryEnv = "KVFERRY_CUDA_TEST_LIBRARY"
 	shared     = 5 << 20 // bytes of an arena that two processes have
+
+	// noPause: a process under the race detector does not wait for a second at its end.
+	noPause = "GORACE=atexit_sleep_ms=0"
 )
 
 // alone says whether this is the test's own process, where it may break the
@@ -42,13 +46,17 @@ func alone(t *testing.T, env ...string) bool {
 // again runs tests in a process that has a world of its own.
 func again(t *testing.T, tests string, env ...string) {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run="+tests, "-test.v", "-rapid.checks=8")
+	args := []string{"-test.run=" + tests, "-test.v", "-rapid.checks=8"}
+	if end, ok := t.Deadline(); ok { // it says where it hangs while there is somebody to tell
+		args = append(args, fmt.Sprintf("-test.timeout=%v", time.Until(end)*9/10))
+	}
+	cmd := exec.CommandContext(t.Context(), os.Args[0], args...)
 	for _, e := range os.Environ() {
 		if !strings.HasPrefix(e, "KVFERRY_CUDA_") {
 			cmd.Env = append(cmd.Env, e)
 		}
 	}
-	cmd.Env = append(cmd.Env, env...)
+	cmd.Env = append(append(cmd.Env, env...), noPause)
 	out, err := cmd.CombinedOutput()
 	switch {
 	case err != nil:
@@ -138,7 +146,7 @@ func start(t *testing.T, w *cudatest.World, kind string, files []*os.File) *anot
 		t.Fatal(err)
 	}
 	p := &another{cmd: exec.CommandContext(t.Context(), os.Args[0]), files: conn.(*net.UnixConn)}
-	p.cmd.Env = append(append(os.Environ(), w.Env()...), childEnv+"="+kind, libraryEnv+"="+w.Library())
+	p.cmd.Env = append(append(os.Environ(), w.Env()...), childEnv+"="+kind, libraryEnv+"="+w.Library(), noPause)
 	p.cmd.ExtraFiles = append([]*os.File{theirs}, files...)
 	p.cmd.Stderr = os.Stderr
 	if p.in, err = p.cmd.StdinPipe(); err != nil {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"sync"
 	"time"
 
@@ -13,7 +12,6 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
-	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/internal/page"
 )
 
@@ -26,6 +24,7 @@ type Session struct {
 	life     id.Life
 	geometry page.Geometry
 	ranks    []id.Rank
+	pages    []page.Run
 	onEvent  func(*kvferrypb.Event)
 
 	stop context.CancelFunc
@@ -74,6 +73,9 @@ func (c *Client) Open(ctx context.Context, o OpenOptions) (*Session, error) {
 	for _, r := range res.GetRanks() {
 		s.ranks = append(s.ranks, id.Rank(r))
 	}
+	for _, r := range res.GetPages() {
+		s.pages = append(s.pages, page.Run{First: page.Index(r.GetFirst()), Count: r.GetCount()})
+	}
 	opened := make(chan error, 1) // one answer, also when nobody waits any more
 	// The session outlives the call that opened it.
 	run, stop := context.WithCancel(context.WithoutCancel(ctx))
@@ -104,46 +106,12 @@ func (s *Session) Geometry() page.Geometry { return s.geometry }
 // Ranks are the node's local ranks that the session drives.
 func (s *Session) Ranks() []id.Rank { return s.ranks }
 
+// Pages are those that were the engine's when the session began, where it chooses
+// them: it may use them, or give them. All others come back by events.
+func (s *Session) Pages() []page.Run { return s.pages }
+
 // Lost is closed when the node has ended the session or is gone.
 func (s *Session) Lost() <-chan struct{} { return s.lost }
-
-// Arena maps the arena of a local rank, writable. The caller closes it; it stays
-// valid after the session.
-func (s *Session) Arena(ctx context.Context, rank id.Rank) (*memory.Region, error) {
-	res, err := s.OpenArena(ctx, &kvferrypb.OpenArenaRequest{Rank: uint32(rank)})
-	if err != nil {
-		return nil, err
-	}
-	conn, err := dialUnix(ctx, res.GetFdSocket())
-	if err != nil {
-		return nil, fmt.Errorf("open arena of rank %d: %w", rank, err)
-	}
-	defer conn.Close()
-	deadline, ok := ctx.Deadline()
-	if !ok {
-		deadline = time.Now().Add(10 * time.Second)
-	}
-	if err := conn.SetDeadline(deadline); err != nil {
-		return nil, fmt.Errorf("open arena of rank %d: %w", rank, err)
-	}
-	if _, err := conn.Write(res.GetToken()); err != nil {
-		return nil, fmt.Errorf("open arena of rank %d: send token: %w", rank, err)
-	}
-	unix, ok := conn.(*net.UnixConn)
-	if !ok {
-		return nil, fmt.Errorf("open arena of rank %d: %s is not a unix socket", rank, res.GetFdSocket())
-	}
-	var payload [1]byte
-	_, f, err := memory.ReceiveFile(unix, payload[:])
-	if err != nil {
-		return nil, fmt.Errorf("open arena of rank %d: %w", rank, err)
-	}
-	r, err := memory.Map(f, int64(res.GetBytes()), true)
-	if err != nil {
-		return nil, fmt.Errorf("open arena of rank %d: %w", rank, err)
-	}
-	return r, nil
-}
 
 // Close ends the session at the node, at once, and waits for the session's
 // goroutine. It may be called twice.

@@ -71,7 +71,7 @@ func (x KeyringRequest_Operation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use KeyringRequest_Operation.Descriptor instead.
 func (KeyringRequest_Operation) EnumDescriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{30, 0}
+	return file_admin_proto_rawDescGZIP(), []int{32, 0}
 }
 
 type StatusRequest struct {
@@ -132,6 +132,8 @@ type StatusResponse struct {
 	Transports    []*TransportStatus        `protobuf:"bytes,18,rep,name=transports,proto3" json:"transports,omitempty"`
 	Draining      bool                      `protobuf:"varint,19,opt,name=draining,proto3" json:"draining,omitempty"`
 	Security      string                    `protobuf:"bytes,20,opt,name=security,proto3" json:"security,omitempty"` // "" without certificates, else who this node is and until when
+	Memory        []*Memory                 `protobuf:"bytes,21,rep,name=memory,proto3" json:"memory,omitempty"`     // by rank
+	Devices       []*Device                 `protobuf:"bytes,22,rep,name=devices,proto3" json:"devices,omitempty"`   // that arenas lie on
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -306,6 +308,190 @@ func (x *StatusResponse) GetSecurity() string {
 	return ""
 }
 
+func (x *StatusResponse) GetMemory() []*Memory {
+	if x != nil {
+		return x.Memory
+	}
+	return nil
+}
+
+func (x *StatusResponse) GetDevices() []*Device {
+	if x != nil {
+		return x.Devices
+	}
+	return nil
+}
+
+// Memory is where the arena of a rank lies.
+type Memory struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rank          uint32                 `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
+	Place         string                 `protobuf:"bytes,2,opt,name=place,proto3" json:"place,omitempty"` // host, or a device as arena.memory may name it: "cuda:GPU-..."
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Memory) Reset() {
+	*x = Memory{}
+	mi := &file_admin_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Memory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Memory) ProtoMessage() {}
+
+func (x *Memory) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Memory.ProtoReflect.Descriptor instead.
+func (*Memory) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Memory) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *Memory) GetPlace() string {
+	if x != nil {
+		return x.Place
+	}
+	return ""
+}
+
+// Device is a GPU, as this node's driver shows it.
+type Device struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"` // "GPU-..."
+	Ordinal       uint32                 `protobuf:"varint,2,opt,name=ordinal,proto3" json:"ordinal,omitempty"`
+	Name          string                 `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	Bus           string                 `protobuf:"bytes,4,opt,name=bus,proto3" json:"bus,omitempty"`
+	Bytes         uint64                 `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"`     // of its memory
+	Driver        uint32                 `protobuf:"varint,6,opt,name=driver,proto3" json:"driver,omitempty"`   // such as 12090: what CUDA version it has
+	Batch         bool                   `protobuf:"varint,7,opt,name=batch,proto3" json:"batch,omitempty"`     // many copies in one call
+	Dmabuf        bool                   `protobuf:"varint,8,opt,name=dmabuf,proto3" json:"dmabuf,omitempty"`   // its memory can be told to other devices
+	Peermem       bool                   `protobuf:"varint,9,opt,name=peermem,proto3" json:"peermem,omitempty"` // the kernel's nvidia_peermem
+	Failed        string                 `protobuf:"bytes,10,opt,name=failed,proto3" json:"failed,omitempty"`   // "": it works
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Device) Reset() {
+	*x = Device{}
+	mi := &file_admin_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Device) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Device) ProtoMessage() {}
+
+func (x *Device) ProtoReflect() protoreflect.Message {
+	mi := &file_admin_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Device.ProtoReflect.Descriptor instead.
+func (*Device) Descriptor() ([]byte, []int) {
+	return file_admin_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Device) GetUuid() string {
+	if x != nil {
+		return x.Uuid
+	}
+	return ""
+}
+
+func (x *Device) GetOrdinal() uint32 {
+	if x != nil {
+		return x.Ordinal
+	}
+	return 0
+}
+
+func (x *Device) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Device) GetBus() string {
+	if x != nil {
+		return x.Bus
+	}
+	return ""
+}
+
+func (x *Device) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Device) GetDriver() uint32 {
+	if x != nil {
+		return x.Driver
+	}
+	return 0
+}
+
+func (x *Device) GetBatch() bool {
+	if x != nil {
+		return x.Batch
+	}
+	return false
+}
+
+func (x *Device) GetDmabuf() bool {
+	if x != nil {
+		return x.Dmabuf
+	}
+	return false
+}
+
+func (x *Device) GetPeermem() bool {
+	if x != nil {
+		return x.Peermem
+	}
+	return false
+}
+
+func (x *Device) GetFailed() string {
+	if x != nil {
+		return x.Failed
+	}
+	return ""
+}
+
 type PageCounts struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Total         uint32                 `protobuf:"varint,1,opt,name=total,proto3" json:"total,omitempty"`
@@ -317,13 +503,14 @@ type PageCounts struct {
 	Published     uint32                 `protobuf:"varint,7,opt,name=published,proto3" json:"published,omitempty"`
 	HostTotal     uint32                 `protobuf:"varint,8,opt,name=host_total,json=hostTotal,proto3" json:"host_total,omitempty"` // pages of the host tier
 	HostFree      uint32                 `protobuf:"varint,9,opt,name=host_free,json=hostFree,proto3" json:"host_free,omitempty"`
+	Engine        uint32                 `protobuf:"varint,10,opt,name=engine,proto3" json:"engine,omitempty"` // that the engine keeps, which chooses them
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PageCounts) Reset() {
 	*x = PageCounts{}
-	mi := &file_admin_proto_msgTypes[2]
+	mi := &file_admin_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -335,7 +522,7 @@ func (x *PageCounts) String() string {
 func (*PageCounts) ProtoMessage() {}
 
 func (x *PageCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[2]
+	mi := &file_admin_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -348,7 +535,7 @@ func (x *PageCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageCounts.ProtoReflect.Descriptor instead.
 func (*PageCounts) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{2}
+	return file_admin_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *PageCounts) GetTotal() uint32 {
@@ -414,6 +601,13 @@ func (x *PageCounts) GetHostFree() uint32 {
 	return 0
 }
 
+func (x *PageCounts) GetEngine() uint32 {
+	if x != nil {
+		return x.Engine
+	}
+	return 0
+}
+
 type TransportStatus struct {
 	state         protoimpl.MessageState  `protogen:"open.v1"`
 	Name          string                  `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -425,13 +619,14 @@ type TransportStatus struct {
 	Failures      uint64                  `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
 	Stale         uint64                  `protobuf:"varint,8,opt,name=stale,proto3" json:"stale,omitempty"`
 	Ports         []*TransportStatus_Port `protobuf:"bytes,9,rep,name=ports,proto3" json:"ports,omitempty"`
+	StagedBytes   uint64                  `protobuf:"varint,10,opt,name=staged_bytes,json=stagedBytes,proto3" json:"staged_bytes,omitempty"` // that went through pinned host memory, of arenas on a device
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TransportStatus) Reset() {
 	*x = TransportStatus{}
-	mi := &file_admin_proto_msgTypes[3]
+	mi := &file_admin_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -443,7 +638,7 @@ func (x *TransportStatus) String() string {
 func (*TransportStatus) ProtoMessage() {}
 
 func (x *TransportStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[3]
+	mi := &file_admin_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -456,7 +651,7 @@ func (x *TransportStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransportStatus.ProtoReflect.Descriptor instead.
 func (*TransportStatus) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{3}
+	return file_admin_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TransportStatus) GetName() string {
@@ -522,6 +717,13 @@ func (x *TransportStatus) GetPorts() []*TransportStatus_Port {
 	return nil
 }
 
+func (x *TransportStatus) GetStagedBytes() uint64 {
+	if x != nil {
+		return x.StagedBytes
+	}
+	return 0
+}
+
 type MembersRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -530,7 +732,7 @@ type MembersRequest struct {
 
 func (x *MembersRequest) Reset() {
 	*x = MembersRequest{}
-	mi := &file_admin_proto_msgTypes[4]
+	mi := &file_admin_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -542,7 +744,7 @@ func (x *MembersRequest) String() string {
 func (*MembersRequest) ProtoMessage() {}
 
 func (x *MembersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[4]
+	mi := &file_admin_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -555,7 +757,7 @@ func (x *MembersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MembersRequest.ProtoReflect.Descriptor instead.
 func (*MembersRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{4}
+	return file_admin_proto_rawDescGZIP(), []int{6}
 }
 
 type Member struct {
@@ -575,7 +777,7 @@ type Member struct {
 
 func (x *Member) Reset() {
 	*x = Member{}
-	mi := &file_admin_proto_msgTypes[5]
+	mi := &file_admin_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -587,7 +789,7 @@ func (x *Member) String() string {
 func (*Member) ProtoMessage() {}
 
 func (x *Member) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[5]
+	mi := &file_admin_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -600,7 +802,7 @@ func (x *Member) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Member.ProtoReflect.Descriptor instead.
 func (*Member) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{5}
+	return file_admin_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Member) GetNode() string {
@@ -675,7 +877,7 @@ type MembersResponse struct {
 
 func (x *MembersResponse) Reset() {
 	*x = MembersResponse{}
-	mi := &file_admin_proto_msgTypes[6]
+	mi := &file_admin_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -687,7 +889,7 @@ func (x *MembersResponse) String() string {
 func (*MembersResponse) ProtoMessage() {}
 
 func (x *MembersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[6]
+	mi := &file_admin_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -700,7 +902,7 @@ func (x *MembersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MembersResponse.ProtoReflect.Descriptor instead.
 func (*MembersResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{6}
+	return file_admin_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *MembersResponse) GetItems() []*Member {
@@ -720,7 +922,7 @@ type PublicationsRequest struct {
 
 func (x *PublicationsRequest) Reset() {
 	*x = PublicationsRequest{}
-	mi := &file_admin_proto_msgTypes[7]
+	mi := &file_admin_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -732,7 +934,7 @@ func (x *PublicationsRequest) String() string {
 func (*PublicationsRequest) ProtoMessage() {}
 
 func (x *PublicationsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[7]
+	mi := &file_admin_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -745,7 +947,7 @@ func (x *PublicationsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublicationsRequest.ProtoReflect.Descriptor instead.
 func (*PublicationsRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{7}
+	return file_admin_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *PublicationsRequest) GetRemote() bool {
@@ -787,7 +989,7 @@ type PublicationItem struct {
 
 func (x *PublicationItem) Reset() {
 	*x = PublicationItem{}
-	mi := &file_admin_proto_msgTypes[8]
+	mi := &file_admin_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -799,7 +1001,7 @@ func (x *PublicationItem) String() string {
 func (*PublicationItem) ProtoMessage() {}
 
 func (x *PublicationItem) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[8]
+	mi := &file_admin_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -812,7 +1014,7 @@ func (x *PublicationItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublicationItem.ProtoReflect.Descriptor instead.
 func (*PublicationItem) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{8}
+	return file_admin_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PublicationItem) GetOwner() string {
@@ -943,7 +1145,7 @@ type PublicationsResponse struct {
 
 func (x *PublicationsResponse) Reset() {
 	*x = PublicationsResponse{}
-	mi := &file_admin_proto_msgTypes[9]
+	mi := &file_admin_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -955,7 +1157,7 @@ func (x *PublicationsResponse) String() string {
 func (*PublicationsResponse) ProtoMessage() {}
 
 func (x *PublicationsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[9]
+	mi := &file_admin_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -968,7 +1170,7 @@ func (x *PublicationsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublicationsResponse.ProtoReflect.Descriptor instead.
 func (*PublicationsResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{9}
+	return file_admin_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PublicationsResponse) GetItems() []*PublicationItem {
@@ -987,7 +1189,7 @@ type RetrievalsRequest struct {
 
 func (x *RetrievalsRequest) Reset() {
 	*x = RetrievalsRequest{}
-	mi := &file_admin_proto_msgTypes[10]
+	mi := &file_admin_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -999,7 +1201,7 @@ func (x *RetrievalsRequest) String() string {
 func (*RetrievalsRequest) ProtoMessage() {}
 
 func (x *RetrievalsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[10]
+	mi := &file_admin_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1012,7 +1214,7 @@ func (x *RetrievalsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetrievalsRequest.ProtoReflect.Descriptor instead.
 func (*RetrievalsRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{10}
+	return file_admin_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RetrievalsRequest) GetLimit() uint32 {
@@ -1039,7 +1241,7 @@ type RetrievalItem struct {
 
 func (x *RetrievalItem) Reset() {
 	*x = RetrievalItem{}
-	mi := &file_admin_proto_msgTypes[11]
+	mi := &file_admin_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1253,7 @@ func (x *RetrievalItem) String() string {
 func (*RetrievalItem) ProtoMessage() {}
 
 func (x *RetrievalItem) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[11]
+	mi := &file_admin_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1266,7 @@ func (x *RetrievalItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetrievalItem.ProtoReflect.Descriptor instead.
 func (*RetrievalItem) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{11}
+	return file_admin_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RetrievalItem) GetRequest() string {
@@ -1139,7 +1341,7 @@ type RetrievalsResponse struct {
 
 func (x *RetrievalsResponse) Reset() {
 	*x = RetrievalsResponse{}
-	mi := &file_admin_proto_msgTypes[12]
+	mi := &file_admin_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1151,7 +1353,7 @@ func (x *RetrievalsResponse) String() string {
 func (*RetrievalsResponse) ProtoMessage() {}
 
 func (x *RetrievalsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[12]
+	mi := &file_admin_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1164,7 +1366,7 @@ func (x *RetrievalsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetrievalsResponse.ProtoReflect.Descriptor instead.
 func (*RetrievalsResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{12}
+	return file_admin_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RetrievalsResponse) GetItems() []*RetrievalItem {
@@ -1183,7 +1385,7 @@ type ArenaRequest struct {
 
 func (x *ArenaRequest) Reset() {
 	*x = ArenaRequest{}
-	mi := &file_admin_proto_msgTypes[13]
+	mi := &file_admin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1195,7 +1397,7 @@ func (x *ArenaRequest) String() string {
 func (*ArenaRequest) ProtoMessage() {}
 
 func (x *ArenaRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[13]
+	mi := &file_admin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1208,7 +1410,7 @@ func (x *ArenaRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArenaRequest.ProtoReflect.Descriptor instead.
 func (*ArenaRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{13}
+	return file_admin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ArenaRequest) GetLimit() uint32 {
@@ -1225,13 +1427,14 @@ type ArenaResponse struct {
 	BytesPerRank  uint64                  `protobuf:"varint,3,opt,name=bytes_per_rank,json=bytesPerRank,proto3" json:"bytes_per_rank,omitempty"`
 	Ranks         []uint32                `protobuf:"varint,4,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	Items         []*ArenaResponse_Stream `protobuf:"bytes,5,rep,name=items,proto3" json:"items,omitempty"`
+	Memory        []*Memory               `protobuf:"bytes,6,rep,name=memory,proto3" json:"memory,omitempty"` // by rank
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ArenaResponse) Reset() {
 	*x = ArenaResponse{}
-	mi := &file_admin_proto_msgTypes[14]
+	mi := &file_admin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1243,7 +1446,7 @@ func (x *ArenaResponse) String() string {
 func (*ArenaResponse) ProtoMessage() {}
 
 func (x *ArenaResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[14]
+	mi := &file_admin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1256,7 +1459,7 @@ func (x *ArenaResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArenaResponse.ProtoReflect.Descriptor instead.
 func (*ArenaResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{14}
+	return file_admin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ArenaResponse) GetPages() *PageCounts {
@@ -1294,6 +1497,13 @@ func (x *ArenaResponse) GetItems() []*ArenaResponse_Stream {
 	return nil
 }
 
+func (x *ArenaResponse) GetMemory() []*Memory {
+	if x != nil {
+		return x.Memory
+	}
+	return nil
+}
+
 type PeersRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1302,7 +1512,7 @@ type PeersRequest struct {
 
 func (x *PeersRequest) Reset() {
 	*x = PeersRequest{}
-	mi := &file_admin_proto_msgTypes[15]
+	mi := &file_admin_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1314,7 +1524,7 @@ func (x *PeersRequest) String() string {
 func (*PeersRequest) ProtoMessage() {}
 
 func (x *PeersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[15]
+	mi := &file_admin_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1327,7 +1537,7 @@ func (x *PeersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeersRequest.ProtoReflect.Descriptor instead.
 func (*PeersRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{15}
+	return file_admin_proto_rawDescGZIP(), []int{17}
 }
 
 type PeerItem struct {
@@ -1347,7 +1557,7 @@ type PeerItem struct {
 
 func (x *PeerItem) Reset() {
 	*x = PeerItem{}
-	mi := &file_admin_proto_msgTypes[16]
+	mi := &file_admin_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1359,7 +1569,7 @@ func (x *PeerItem) String() string {
 func (*PeerItem) ProtoMessage() {}
 
 func (x *PeerItem) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[16]
+	mi := &file_admin_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1372,7 +1582,7 @@ func (x *PeerItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeerItem.ProtoReflect.Descriptor instead.
 func (*PeerItem) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{16}
+	return file_admin_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PeerItem) GetNode() string {
@@ -1447,7 +1657,7 @@ type PeersResponse struct {
 
 func (x *PeersResponse) Reset() {
 	*x = PeersResponse{}
-	mi := &file_admin_proto_msgTypes[17]
+	mi := &file_admin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1459,7 +1669,7 @@ func (x *PeersResponse) String() string {
 func (*PeersResponse) ProtoMessage() {}
 
 func (x *PeersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[17]
+	mi := &file_admin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1472,7 +1682,7 @@ func (x *PeersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeersResponse.ProtoReflect.Descriptor instead.
 func (*PeersResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{17}
+	return file_admin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PeersResponse) GetItems() []*PeerItem {
@@ -1491,7 +1701,7 @@ type RevokeRequest struct {
 
 func (x *RevokeRequest) Reset() {
 	*x = RevokeRequest{}
-	mi := &file_admin_proto_msgTypes[18]
+	mi := &file_admin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1503,7 +1713,7 @@ func (x *RevokeRequest) String() string {
 func (*RevokeRequest) ProtoMessage() {}
 
 func (x *RevokeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[18]
+	mi := &file_admin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1516,7 +1726,7 @@ func (x *RevokeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeRequest.ProtoReflect.Descriptor instead.
 func (*RevokeRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{18}
+	return file_admin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RevokeRequest) GetPublication() uint64 {
@@ -1534,7 +1744,7 @@ type RevokeResponse struct {
 
 func (x *RevokeResponse) Reset() {
 	*x = RevokeResponse{}
-	mi := &file_admin_proto_msgTypes[19]
+	mi := &file_admin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1546,7 +1756,7 @@ func (x *RevokeResponse) String() string {
 func (*RevokeResponse) ProtoMessage() {}
 
 func (x *RevokeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[19]
+	mi := &file_admin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1559,7 +1769,7 @@ func (x *RevokeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeResponse.ProtoReflect.Descriptor instead.
 func (*RevokeResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{19}
+	return file_admin_proto_rawDescGZIP(), []int{21}
 }
 
 type PageRequest struct {
@@ -1571,7 +1781,7 @@ type PageRequest struct {
 
 func (x *PageRequest) Reset() {
 	*x = PageRequest{}
-	mi := &file_admin_proto_msgTypes[20]
+	mi := &file_admin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1583,7 +1793,7 @@ func (x *PageRequest) String() string {
 func (*PageRequest) ProtoMessage() {}
 
 func (x *PageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[20]
+	mi := &file_admin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1596,7 +1806,7 @@ func (x *PageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRequest.ProtoReflect.Descriptor instead.
 func (*PageRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{20}
+	return file_admin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PageRequest) GetPage() uint32 {
@@ -1625,7 +1835,7 @@ type PageResponse struct {
 
 func (x *PageResponse) Reset() {
 	*x = PageResponse{}
-	mi := &file_admin_proto_msgTypes[21]
+	mi := &file_admin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1637,7 +1847,7 @@ func (x *PageResponse) String() string {
 func (*PageResponse) ProtoMessage() {}
 
 func (x *PageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[21]
+	mi := &file_admin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1650,7 +1860,7 @@ func (x *PageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageResponse.ProtoReflect.Descriptor instead.
 func (*PageResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{21}
+	return file_admin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PageResponse) GetPage() uint32 {
@@ -1739,7 +1949,7 @@ type AdminOffloadRequest struct {
 
 func (x *AdminOffloadRequest) Reset() {
 	*x = AdminOffloadRequest{}
-	mi := &file_admin_proto_msgTypes[22]
+	mi := &file_admin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1751,7 +1961,7 @@ func (x *AdminOffloadRequest) String() string {
 func (*AdminOffloadRequest) ProtoMessage() {}
 
 func (x *AdminOffloadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[22]
+	mi := &file_admin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1764,7 +1974,7 @@ func (x *AdminOffloadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdminOffloadRequest.ProtoReflect.Descriptor instead.
 func (*AdminOffloadRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{22}
+	return file_admin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *AdminOffloadRequest) GetRequest() string {
@@ -1783,7 +1993,7 @@ type AdminReloadRequest struct {
 
 func (x *AdminReloadRequest) Reset() {
 	*x = AdminReloadRequest{}
-	mi := &file_admin_proto_msgTypes[23]
+	mi := &file_admin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +2005,7 @@ func (x *AdminReloadRequest) String() string {
 func (*AdminReloadRequest) ProtoMessage() {}
 
 func (x *AdminReloadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[23]
+	mi := &file_admin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +2018,7 @@ func (x *AdminReloadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdminReloadRequest.ProtoReflect.Descriptor instead.
 func (*AdminReloadRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{23}
+	return file_admin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *AdminReloadRequest) GetRequest() string {
@@ -1827,7 +2037,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_admin_proto_msgTypes[24]
+	mi := &file_admin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1839,7 +2049,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[24]
+	mi := &file_admin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1852,7 +2062,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{24}
+	return file_admin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *DrainRequest) GetTimeout() *durationpb.Duration {
@@ -1876,7 +2086,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_admin_proto_msgTypes[25]
+	mi := &file_admin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1888,7 +2098,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[25]
+	mi := &file_admin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1901,7 +2111,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{25}
+	return file_admin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *DrainResponse) GetLeft() bool {
@@ -1954,7 +2164,7 @@ type LeaveRequest struct {
 
 func (x *LeaveRequest) Reset() {
 	*x = LeaveRequest{}
-	mi := &file_admin_proto_msgTypes[26]
+	mi := &file_admin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1966,7 +2176,7 @@ func (x *LeaveRequest) String() string {
 func (*LeaveRequest) ProtoMessage() {}
 
 func (x *LeaveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[26]
+	mi := &file_admin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1979,7 +2189,7 @@ func (x *LeaveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaveRequest.ProtoReflect.Descriptor instead.
 func (*LeaveRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{26}
+	return file_admin_proto_rawDescGZIP(), []int{28}
 }
 
 type LeaveResponse struct {
@@ -1990,7 +2200,7 @@ type LeaveResponse struct {
 
 func (x *LeaveResponse) Reset() {
 	*x = LeaveResponse{}
-	mi := &file_admin_proto_msgTypes[27]
+	mi := &file_admin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2002,7 +2212,7 @@ func (x *LeaveResponse) String() string {
 func (*LeaveResponse) ProtoMessage() {}
 
 func (x *LeaveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[27]
+	mi := &file_admin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2015,7 +2225,7 @@ func (x *LeaveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaveResponse.ProtoReflect.Descriptor instead.
 func (*LeaveResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{27}
+	return file_admin_proto_rawDescGZIP(), []int{29}
 }
 
 type JoinRequest struct {
@@ -2027,7 +2237,7 @@ type JoinRequest struct {
 
 func (x *JoinRequest) Reset() {
 	*x = JoinRequest{}
-	mi := &file_admin_proto_msgTypes[28]
+	mi := &file_admin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2039,7 +2249,7 @@ func (x *JoinRequest) String() string {
 func (*JoinRequest) ProtoMessage() {}
 
 func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[28]
+	mi := &file_admin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2052,7 +2262,7 @@ func (x *JoinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
 func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{28}
+	return file_admin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *JoinRequest) GetSeeds() []string {
@@ -2071,7 +2281,7 @@ type JoinResponse struct {
 
 func (x *JoinResponse) Reset() {
 	*x = JoinResponse{}
-	mi := &file_admin_proto_msgTypes[29]
+	mi := &file_admin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2083,7 +2293,7 @@ func (x *JoinResponse) String() string {
 func (*JoinResponse) ProtoMessage() {}
 
 func (x *JoinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[29]
+	mi := &file_admin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2096,7 +2306,7 @@ func (x *JoinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
 func (*JoinResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{29}
+	return file_admin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *JoinResponse) GetMembers() uint32 {
@@ -2120,7 +2330,7 @@ type KeyringRequest struct {
 
 func (x *KeyringRequest) Reset() {
 	*x = KeyringRequest{}
-	mi := &file_admin_proto_msgTypes[30]
+	mi := &file_admin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2132,7 +2342,7 @@ func (x *KeyringRequest) String() string {
 func (*KeyringRequest) ProtoMessage() {}
 
 func (x *KeyringRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[30]
+	mi := &file_admin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2145,7 +2355,7 @@ func (x *KeyringRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringRequest.ProtoReflect.Descriptor instead.
 func (*KeyringRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{30}
+	return file_admin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *KeyringRequest) GetOperation() KeyringRequest_Operation {
@@ -2187,7 +2397,7 @@ type KeyringResponse struct {
 
 func (x *KeyringResponse) Reset() {
 	*x = KeyringResponse{}
-	mi := &file_admin_proto_msgTypes[31]
+	mi := &file_admin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2199,7 +2409,7 @@ func (x *KeyringResponse) String() string {
 func (*KeyringResponse) ProtoMessage() {}
 
 func (x *KeyringResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[31]
+	mi := &file_admin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2212,7 +2422,7 @@ func (x *KeyringResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringResponse.ProtoReflect.Descriptor instead.
 func (*KeyringResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{31}
+	return file_admin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *KeyringResponse) GetKeys() []*KeyringResponse_Key {
@@ -2244,7 +2454,7 @@ type ConfigurationRequest struct {
 
 func (x *ConfigurationRequest) Reset() {
 	*x = ConfigurationRequest{}
-	mi := &file_admin_proto_msgTypes[32]
+	mi := &file_admin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2256,7 +2466,7 @@ func (x *ConfigurationRequest) String() string {
 func (*ConfigurationRequest) ProtoMessage() {}
 
 func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[32]
+	mi := &file_admin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2269,7 +2479,7 @@ func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationRequest.ProtoReflect.Descriptor instead.
 func (*ConfigurationRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{32}
+	return file_admin_proto_rawDescGZIP(), []int{34}
 }
 
 type ConfigurationResponse struct {
@@ -2281,7 +2491,7 @@ type ConfigurationResponse struct {
 
 func (x *ConfigurationResponse) Reset() {
 	*x = ConfigurationResponse{}
-	mi := &file_admin_proto_msgTypes[33]
+	mi := &file_admin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2293,7 +2503,7 @@ func (x *ConfigurationResponse) String() string {
 func (*ConfigurationResponse) ProtoMessage() {}
 
 func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[33]
+	mi := &file_admin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2306,7 +2516,7 @@ func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationResponse.ProtoReflect.Descriptor instead.
 func (*ConfigurationResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{33}
+	return file_admin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ConfigurationResponse) GetYaml() string {
@@ -2324,7 +2534,7 @@ type DoctorRequest struct {
 
 func (x *DoctorRequest) Reset() {
 	*x = DoctorRequest{}
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2336,7 +2546,7 @@ func (x *DoctorRequest) String() string {
 func (*DoctorRequest) ProtoMessage() {}
 
 func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[34]
+	mi := &file_admin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2349,7 +2559,7 @@ func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorRequest.ProtoReflect.Descriptor instead.
 func (*DoctorRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{34}
+	return file_admin_proto_rawDescGZIP(), []int{36}
 }
 
 type DoctorResponse struct {
@@ -2362,7 +2572,7 @@ type DoctorResponse struct {
 
 func (x *DoctorResponse) Reset() {
 	*x = DoctorResponse{}
-	mi := &file_admin_proto_msgTypes[35]
+	mi := &file_admin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2374,7 +2584,7 @@ func (x *DoctorResponse) String() string {
 func (*DoctorResponse) ProtoMessage() {}
 
 func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[35]
+	mi := &file_admin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2387,7 +2597,7 @@ func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorResponse.ProtoReflect.Descriptor instead.
 func (*DoctorResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{35}
+	return file_admin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *DoctorResponse) GetNode() string {
@@ -2413,7 +2623,7 @@ type ProbeRequest struct {
 
 func (x *ProbeRequest) Reset() {
 	*x = ProbeRequest{}
-	mi := &file_admin_proto_msgTypes[36]
+	mi := &file_admin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2425,7 +2635,7 @@ func (x *ProbeRequest) String() string {
 func (*ProbeRequest) ProtoMessage() {}
 
 func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[36]
+	mi := &file_admin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2438,7 +2648,7 @@ func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
 func (*ProbeRequest) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{36}
+	return file_admin_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ProbeRequest) GetNode() string {
@@ -2464,7 +2674,7 @@ type ProbeResponse struct {
 
 func (x *ProbeResponse) Reset() {
 	*x = ProbeResponse{}
-	mi := &file_admin_proto_msgTypes[37]
+	mi := &file_admin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2476,7 +2686,7 @@ func (x *ProbeResponse) String() string {
 func (*ProbeResponse) ProtoMessage() {}
 
 func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[37]
+	mi := &file_admin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2489,7 +2699,7 @@ func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
 func (*ProbeResponse) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{37}
+	return file_admin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ProbeResponse) GetNode() string {
@@ -2551,7 +2761,7 @@ type StatusResponse_Address struct {
 
 func (x *StatusResponse_Address) Reset() {
 	*x = StatusResponse_Address{}
-	mi := &file_admin_proto_msgTypes[38]
+	mi := &file_admin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2563,7 +2773,7 @@ func (x *StatusResponse_Address) String() string {
 func (*StatusResponse_Address) ProtoMessage() {}
 
 func (x *StatusResponse_Address) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[38]
+	mi := &file_admin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2598,17 +2808,19 @@ type TransportStatus_Port struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Device        string                 `protobuf:"bytes,1,opt,name=device,proto3" json:"device,omitempty"`
 	Port          uint32                 `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
-	Link          string                 `protobuf:"bytes,3,opt,name=link,proto3" json:"link,omitempty"`    // Ethernet or InfiniBand
-	Gid           string                 `protobuf:"bytes,4,opt,name=gid,proto3" json:"gid,omitempty"`      // the address that it would send from; "": it has none
-	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"`  // active, or why it is not used
-	Lanes         uint32                 `protobuf:"varint,6,opt,name=lanes,proto3" json:"lanes,omitempty"` // that are ready: this node's, and those of peers
+	Link          string                 `protobuf:"bytes,3,opt,name=link,proto3" json:"link,omitempty"`     // Ethernet or InfiniBand
+	Gid           string                 `protobuf:"bytes,4,opt,name=gid,proto3" json:"gid,omitempty"`       // the address that it would send from; "": it has none
+	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"`   // active, or why it is not used
+	Lanes         uint32                 `protobuf:"varint,6,opt,name=lanes,proto3" json:"lanes,omitempty"`  // that are ready: this node's, and those of peers
+	Memory        string                 `protobuf:"bytes,7,opt,name=memory,proto3" json:"memory,omitempty"` // how the card reaches the arenas: host, dma-buf, peermem, or staged
+	Why           string                 `protobuf:"bytes,8,opt,name=why,proto3" json:"why,omitempty"`       // why by no better way; ""
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TransportStatus_Port) Reset() {
 	*x = TransportStatus_Port{}
-	mi := &file_admin_proto_msgTypes[39]
+	mi := &file_admin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2620,7 +2832,7 @@ func (x *TransportStatus_Port) String() string {
 func (*TransportStatus_Port) ProtoMessage() {}
 
 func (x *TransportStatus_Port) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[39]
+	mi := &file_admin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2633,7 +2845,7 @@ func (x *TransportStatus_Port) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransportStatus_Port.ProtoReflect.Descriptor instead.
 func (*TransportStatus_Port) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{3, 0}
+	return file_admin_proto_rawDescGZIP(), []int{5, 0}
 }
 
 func (x *TransportStatus_Port) GetDevice() string {
@@ -2678,6 +2890,20 @@ func (x *TransportStatus_Port) GetLanes() uint32 {
 	return 0
 }
 
+func (x *TransportStatus_Port) GetMemory() string {
+	if x != nil {
+		return x.Memory
+	}
+	return ""
+}
+
+func (x *TransportStatus_Port) GetWhy() string {
+	if x != nil {
+		return x.Why
+	}
+	return ""
+}
+
 type ArenaResponse_Stream struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
@@ -2693,7 +2919,7 @@ type ArenaResponse_Stream struct {
 
 func (x *ArenaResponse_Stream) Reset() {
 	*x = ArenaResponse_Stream{}
-	mi := &file_admin_proto_msgTypes[40]
+	mi := &file_admin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2705,7 +2931,7 @@ func (x *ArenaResponse_Stream) String() string {
 func (*ArenaResponse_Stream) ProtoMessage() {}
 
 func (x *ArenaResponse_Stream) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[40]
+	mi := &file_admin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2718,7 +2944,7 @@ func (x *ArenaResponse_Stream) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArenaResponse_Stream.ProtoReflect.Descriptor instead.
 func (*ArenaResponse_Stream) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{14, 0}
+	return file_admin_proto_rawDescGZIP(), []int{16, 0}
 }
 
 func (x *ArenaResponse_Stream) GetRequest() string {
@@ -2782,7 +3008,7 @@ type PeerItem_Refusal struct {
 
 func (x *PeerItem_Refusal) Reset() {
 	*x = PeerItem_Refusal{}
-	mi := &file_admin_proto_msgTypes[41]
+	mi := &file_admin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2794,7 +3020,7 @@ func (x *PeerItem_Refusal) String() string {
 func (*PeerItem_Refusal) ProtoMessage() {}
 
 func (x *PeerItem_Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[41]
+	mi := &file_admin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2807,7 +3033,7 @@ func (x *PeerItem_Refusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeerItem_Refusal.ProtoReflect.Descriptor instead.
 func (*PeerItem_Refusal) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{16, 0}
+	return file_admin_proto_rawDescGZIP(), []int{18, 0}
 }
 
 func (x *PeerItem_Refusal) GetTransport() string {
@@ -2847,7 +3073,7 @@ type PageResponse_Publication struct {
 
 func (x *PageResponse_Publication) Reset() {
 	*x = PageResponse_Publication{}
-	mi := &file_admin_proto_msgTypes[42]
+	mi := &file_admin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2859,7 +3085,7 @@ func (x *PageResponse_Publication) String() string {
 func (*PageResponse_Publication) ProtoMessage() {}
 
 func (x *PageResponse_Publication) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[42]
+	mi := &file_admin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2872,7 +3098,7 @@ func (x *PageResponse_Publication) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageResponse_Publication.ProtoReflect.Descriptor instead.
 func (*PageResponse_Publication) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{21, 0}
+	return file_admin_proto_rawDescGZIP(), []int{23, 0}
 }
 
 func (x *PageResponse_Publication) GetReference() string {
@@ -2936,7 +3162,7 @@ type DrainResponse_Cut struct {
 
 func (x *DrainResponse_Cut) Reset() {
 	*x = DrainResponse_Cut{}
-	mi := &file_admin_proto_msgTypes[43]
+	mi := &file_admin_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2948,7 +3174,7 @@ func (x *DrainResponse_Cut) String() string {
 func (*DrainResponse_Cut) ProtoMessage() {}
 
 func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[43]
+	mi := &file_admin_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2961,7 +3187,7 @@ func (x *DrainResponse_Cut) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse_Cut.ProtoReflect.Descriptor instead.
 func (*DrainResponse_Cut) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{25, 0}
+	return file_admin_proto_rawDescGZIP(), []int{27, 0}
 }
 
 func (x *DrainResponse_Cut) GetPublications() uint32 {
@@ -2995,7 +3221,7 @@ type KeyringResponse_Key struct {
 
 func (x *KeyringResponse_Key) Reset() {
 	*x = KeyringResponse_Key{}
-	mi := &file_admin_proto_msgTypes[44]
+	mi := &file_admin_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3007,7 +3233,7 @@ func (x *KeyringResponse_Key) String() string {
 func (*KeyringResponse_Key) ProtoMessage() {}
 
 func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[44]
+	mi := &file_admin_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3020,7 +3246,7 @@ func (x *KeyringResponse_Key) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringResponse_Key.ProtoReflect.Descriptor instead.
 func (*KeyringResponse_Key) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{31, 0}
+	return file_admin_proto_rawDescGZIP(), []int{33, 0}
 }
 
 func (x *KeyringResponse_Key) GetId() string {
@@ -3049,7 +3275,7 @@ type KeyringResponse_Member struct {
 
 func (x *KeyringResponse_Member) Reset() {
 	*x = KeyringResponse_Member{}
-	mi := &file_admin_proto_msgTypes[45]
+	mi := &file_admin_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3061,7 +3287,7 @@ func (x *KeyringResponse_Member) String() string {
 func (*KeyringResponse_Member) ProtoMessage() {}
 
 func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[45]
+	mi := &file_admin_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3074,7 +3300,7 @@ func (x *KeyringResponse_Member) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyringResponse_Member.ProtoReflect.Descriptor instead.
 func (*KeyringResponse_Member) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{31, 1}
+	return file_admin_proto_rawDescGZIP(), []int{33, 1}
 }
 
 func (x *KeyringResponse_Member) GetNode() string {
@@ -3117,7 +3343,7 @@ type DoctorResponse_Check struct {
 
 func (x *DoctorResponse_Check) Reset() {
 	*x = DoctorResponse_Check{}
-	mi := &file_admin_proto_msgTypes[46]
+	mi := &file_admin_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3129,7 +3355,7 @@ func (x *DoctorResponse_Check) String() string {
 func (*DoctorResponse_Check) ProtoMessage() {}
 
 func (x *DoctorResponse_Check) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[46]
+	mi := &file_admin_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3142,7 +3368,7 @@ func (x *DoctorResponse_Check) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorResponse_Check.ProtoReflect.Descriptor instead.
 func (*DoctorResponse_Check) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{35, 0}
+	return file_admin_proto_rawDescGZIP(), []int{37, 0}
 }
 
 func (x *DoctorResponse_Check) GetName() string {
@@ -3191,7 +3417,7 @@ type ProbeResponse_Item struct {
 
 func (x *ProbeResponse_Item) Reset() {
 	*x = ProbeResponse_Item{}
-	mi := &file_admin_proto_msgTypes[47]
+	mi := &file_admin_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3203,7 +3429,7 @@ func (x *ProbeResponse_Item) String() string {
 func (*ProbeResponse_Item) ProtoMessage() {}
 
 func (x *ProbeResponse_Item) ProtoReflect() protoreflect.Message {
-	mi := &file_admin_proto_msgTypes[47]
+	mi := &file_admin_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3216,7 +3442,7 @@ func (x *ProbeResponse_Item) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse_Item.ProtoReflect.Descriptor instead.
 func (*ProbeResponse_Item) Descriptor() ([]byte, []int) {
-	return file_admin_proto_rawDescGZIP(), []int{37, 0}
+	return file_admin_proto_rawDescGZIP(), []int{39, 0}
 }
 
 func (x *ProbeResponse_Item) GetTransport() string {
@@ -3295,7 +3521,7 @@ const file_admin_proto_rawDesc = "" +
 	"\n" +
 	"\vadmin.proto\x12\n" +
 	"kvferry.v1\x1a\fengine.proto\x1a\x1egoogle/protobuf/duration.proto\"\x0f\n" +
-	"\rStatusRequest\"\xec\x05\n" +
+	"\rStatusRequest\"\xc6\x06\n" +
 	"\x0eStatusResponse\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x12\n" +
@@ -3321,10 +3547,27 @@ const file_admin_proto_rawDesc = "" +
 	"transports\x18\x12 \x03(\v2\x1b.kvferry.v1.TransportStatusR\n" +
 	"transports\x12\x1a\n" +
 	"\bdraining\x18\x13 \x01(\bR\bdraining\x12\x1a\n" +
-	"\bsecurity\x18\x14 \x01(\tR\bsecurity\x1a7\n" +
+	"\bsecurity\x18\x14 \x01(\tR\bsecurity\x12*\n" +
+	"\x06memory\x18\x15 \x03(\v2\x12.kvferry.v1.MemoryR\x06memory\x12,\n" +
+	"\adevices\x18\x16 \x03(\v2\x12.kvferry.v1.DeviceR\adevices\x1a7\n" +
 	"\aAddress\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xf0\x01\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\"2\n" +
+	"\x06Memory\x12\x12\n" +
+	"\x04rank\x18\x01 \x01(\rR\x04rank\x12\x14\n" +
+	"\x05place\x18\x02 \x01(\tR\x05place\"\xea\x01\n" +
+	"\x06Device\x12\x12\n" +
+	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x18\n" +
+	"\aordinal\x18\x02 \x01(\rR\aordinal\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12\x10\n" +
+	"\x03bus\x18\x04 \x01(\tR\x03bus\x12\x14\n" +
+	"\x05bytes\x18\x05 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06driver\x18\x06 \x01(\rR\x06driver\x12\x14\n" +
+	"\x05batch\x18\a \x01(\bR\x05batch\x12\x16\n" +
+	"\x06dmabuf\x18\b \x01(\bR\x06dmabuf\x12\x18\n" +
+	"\apeermem\x18\t \x01(\bR\apeermem\x12\x16\n" +
+	"\x06failed\x18\n" +
+	" \x01(\tR\x06failed\"\x88\x02\n" +
 	"\n" +
 	"PageCounts\x12\x14\n" +
 	"\x05total\x18\x01 \x01(\rR\x05total\x12\x12\n" +
@@ -3338,7 +3581,9 @@ const file_admin_proto_rawDesc = "" +
 	"\tpublished\x18\a \x01(\rR\tpublished\x12\x1d\n" +
 	"\n" +
 	"host_total\x18\b \x01(\rR\thostTotal\x12\x1b\n" +
-	"\thost_free\x18\t \x01(\rR\bhostFree\"\xba\x03\n" +
+	"\thost_free\x18\t \x01(\rR\bhostFree\x12\x16\n" +
+	"\x06engine\x18\n" +
+	" \x01(\rR\x06engine\"\x87\x04\n" +
 	"\x0fTransportStatus\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1c\n" +
 	"\tavailable\x18\x02 \x01(\bR\tavailable\x12\x16\n" +
@@ -3349,14 +3594,18 @@ const file_admin_proto_rawDesc = "" +
 	"\x05reads\x18\x06 \x01(\x04R\x05reads\x12\x1a\n" +
 	"\bfailures\x18\a \x01(\x04R\bfailures\x12\x14\n" +
 	"\x05stale\x18\b \x01(\x04R\x05stale\x126\n" +
-	"\x05ports\x18\t \x03(\v2 .kvferry.v1.TransportStatus.PortR\x05ports\x1a\x84\x01\n" +
+	"\x05ports\x18\t \x03(\v2 .kvferry.v1.TransportStatus.PortR\x05ports\x12!\n" +
+	"\fstaged_bytes\x18\n" +
+	" \x01(\x04R\vstagedBytes\x1a\xae\x01\n" +
 	"\x04Port\x12\x16\n" +
 	"\x06device\x18\x01 \x01(\tR\x06device\x12\x12\n" +
 	"\x04port\x18\x02 \x01(\rR\x04port\x12\x12\n" +
 	"\x04link\x18\x03 \x01(\tR\x04link\x12\x10\n" +
 	"\x03gid\x18\x04 \x01(\tR\x03gid\x12\x14\n" +
 	"\x05state\x18\x05 \x01(\tR\x05state\x12\x14\n" +
-	"\x05lanes\x18\x06 \x01(\rR\x05lanesB\x0f\n" +
+	"\x05lanes\x18\x06 \x01(\rR\x05lanes\x12\x16\n" +
+	"\x06memory\x18\a \x01(\tR\x06memory\x12\x10\n" +
+	"\x03why\x18\b \x01(\tR\x03whyB\x0f\n" +
 	"\r_served_bytes\"\x10\n" +
 	"\x0eMembersRequest\"\xe4\x01\n" +
 	"\x06Member\x12\x12\n" +
@@ -3413,13 +3662,14 @@ const file_admin_proto_rawDesc = "" +
 	"\x12RetrievalsResponse\x12/\n" +
 	"\x05items\x18\x01 \x03(\v2\x19.kvferry.v1.RetrievalItemR\x05items\"$\n" +
 	"\fArenaRequest\x12\x14\n" +
-	"\x05limit\x18\x01 \x01(\rR\x05limit\"\x9d\x03\n" +
+	"\x05limit\x18\x01 \x01(\rR\x05limit\"\xc9\x03\n" +
 	"\rArenaResponse\x12,\n" +
 	"\x05pages\x18\x01 \x01(\v2\x16.kvferry.v1.PageCountsR\x05pages\x120\n" +
 	"\bgeometry\x18\x02 \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x12$\n" +
 	"\x0ebytes_per_rank\x18\x03 \x01(\x04R\fbytesPerRank\x12\x14\n" +
 	"\x05ranks\x18\x04 \x03(\rR\x05ranks\x126\n" +
-	"\x05items\x18\x05 \x03(\v2 .kvferry.v1.ArenaResponse.StreamR\x05items\x1a\xb7\x01\n" +
+	"\x05items\x18\x05 \x03(\v2 .kvferry.v1.ArenaResponse.StreamR\x05items\x12*\n" +
+	"\x06memory\x18\x06 \x03(\v2\x12.kvferry.v1.MemoryR\x06memory\x1a\xb7\x01\n" +
 	"\x06Stream\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x14\n" +
 	"\x05label\x18\x02 \x01(\tR\x05label\x12\x16\n" +
@@ -3597,138 +3847,143 @@ func file_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
+var file_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
 var file_admin_proto_goTypes = []any{
 	(KeyringRequest_Operation)(0),    // 0: kvferry.v1.KeyringRequest.Operation
 	(*StatusRequest)(nil),            // 1: kvferry.v1.StatusRequest
 	(*StatusResponse)(nil),           // 2: kvferry.v1.StatusResponse
-	(*PageCounts)(nil),               // 3: kvferry.v1.PageCounts
-	(*TransportStatus)(nil),          // 4: kvferry.v1.TransportStatus
-	(*MembersRequest)(nil),           // 5: kvferry.v1.MembersRequest
-	(*Member)(nil),                   // 6: kvferry.v1.Member
-	(*MembersResponse)(nil),          // 7: kvferry.v1.MembersResponse
-	(*PublicationsRequest)(nil),      // 8: kvferry.v1.PublicationsRequest
-	(*PublicationItem)(nil),          // 9: kvferry.v1.PublicationItem
-	(*PublicationsResponse)(nil),     // 10: kvferry.v1.PublicationsResponse
-	(*RetrievalsRequest)(nil),        // 11: kvferry.v1.RetrievalsRequest
-	(*RetrievalItem)(nil),            // 12: kvferry.v1.RetrievalItem
-	(*RetrievalsResponse)(nil),       // 13: kvferry.v1.RetrievalsResponse
-	(*ArenaRequest)(nil),             // 14: kvferry.v1.ArenaRequest
-	(*ArenaResponse)(nil),            // 15: kvferry.v1.ArenaResponse
-	(*PeersRequest)(nil),             // 16: kvferry.v1.PeersRequest
-	(*PeerItem)(nil),                 // 17: kvferry.v1.PeerItem
-	(*PeersResponse)(nil),            // 18: kvferry.v1.PeersResponse
-	(*RevokeRequest)(nil),            // 19: kvferry.v1.RevokeRequest
-	(*RevokeResponse)(nil),           // 20: kvferry.v1.RevokeResponse
-	(*PageRequest)(nil),              // 21: kvferry.v1.PageRequest
-	(*PageResponse)(nil),             // 22: kvferry.v1.PageResponse
-	(*AdminOffloadRequest)(nil),      // 23: kvferry.v1.AdminOffloadRequest
-	(*AdminReloadRequest)(nil),       // 24: kvferry.v1.AdminReloadRequest
-	(*DrainRequest)(nil),             // 25: kvferry.v1.DrainRequest
-	(*DrainResponse)(nil),            // 26: kvferry.v1.DrainResponse
-	(*LeaveRequest)(nil),             // 27: kvferry.v1.LeaveRequest
-	(*LeaveResponse)(nil),            // 28: kvferry.v1.LeaveResponse
-	(*JoinRequest)(nil),              // 29: kvferry.v1.JoinRequest
-	(*JoinResponse)(nil),             // 30: kvferry.v1.JoinResponse
-	(*KeyringRequest)(nil),           // 31: kvferry.v1.KeyringRequest
-	(*KeyringResponse)(nil),          // 32: kvferry.v1.KeyringResponse
-	(*ConfigurationRequest)(nil),     // 33: kvferry.v1.ConfigurationRequest
-	(*ConfigurationResponse)(nil),    // 34: kvferry.v1.ConfigurationResponse
-	(*DoctorRequest)(nil),            // 35: kvferry.v1.DoctorRequest
-	(*DoctorResponse)(nil),           // 36: kvferry.v1.DoctorResponse
-	(*ProbeRequest)(nil),             // 37: kvferry.v1.ProbeRequest
-	(*ProbeResponse)(nil),            // 38: kvferry.v1.ProbeResponse
-	(*StatusResponse_Address)(nil),   // 39: kvferry.v1.StatusResponse.Address
-	(*TransportStatus_Port)(nil),     // 40: kvferry.v1.TransportStatus.Port
-	(*ArenaResponse_Stream)(nil),     // 41: kvferry.v1.ArenaResponse.Stream
-	(*PeerItem_Refusal)(nil),         // 42: kvferry.v1.PeerItem.Refusal
-	(*PageResponse_Publication)(nil), // 43: kvferry.v1.PageResponse.Publication
-	(*DrainResponse_Cut)(nil),        // 44: kvferry.v1.DrainResponse.Cut
-	(*KeyringResponse_Key)(nil),      // 45: kvferry.v1.KeyringResponse.Key
-	(*KeyringResponse_Member)(nil),   // 46: kvferry.v1.KeyringResponse.Member
-	(*DoctorResponse_Check)(nil),     // 47: kvferry.v1.DoctorResponse.Check
-	(*ProbeResponse_Item)(nil),       // 48: kvferry.v1.ProbeResponse.Item
-	(*durationpb.Duration)(nil),      // 49: google.protobuf.Duration
-	(*Geometry)(nil),                 // 50: kvferry.v1.Geometry
-	(*Failure_Difference)(nil),       // 51: kvferry.v1.Failure.Difference
-	(*OffloadResponse)(nil),          // 52: kvferry.v1.OffloadResponse
-	(*ReloadResponse)(nil),           // 53: kvferry.v1.ReloadResponse
+	(*Memory)(nil),                   // 3: kvferry.v1.Memory
+	(*Device)(nil),                   // 4: kvferry.v1.Device
+	(*PageCounts)(nil),               // 5: kvferry.v1.PageCounts
+	(*TransportStatus)(nil),          // 6: kvferry.v1.TransportStatus
+	(*MembersRequest)(nil),           // 7: kvferry.v1.MembersRequest
+	(*Member)(nil),                   // 8: kvferry.v1.Member
+	(*MembersResponse)(nil),          // 9: kvferry.v1.MembersResponse
+	(*PublicationsRequest)(nil),      // 10: kvferry.v1.PublicationsRequest
+	(*PublicationItem)(nil),          // 11: kvferry.v1.PublicationItem
+	(*PublicationsResponse)(nil),     // 12: kvferry.v1.PublicationsResponse
+	(*RetrievalsRequest)(nil),        // 13: kvferry.v1.RetrievalsRequest
+	(*RetrievalItem)(nil),            // 14: kvferry.v1.RetrievalItem
+	(*RetrievalsResponse)(nil),       // 15: kvferry.v1.RetrievalsResponse
+	(*ArenaRequest)(nil),             // 16: kvferry.v1.ArenaRequest
+	(*ArenaResponse)(nil),            // 17: kvferry.v1.ArenaResponse
+	(*PeersRequest)(nil),             // 18: kvferry.v1.PeersRequest
+	(*PeerItem)(nil),                 // 19: kvferry.v1.PeerItem
+	(*PeersResponse)(nil),            // 20: kvferry.v1.PeersResponse
+	(*RevokeRequest)(nil),            // 21: kvferry.v1.RevokeRequest
+	(*RevokeResponse)(nil),           // 22: kvferry.v1.RevokeResponse
+	(*PageRequest)(nil),              // 23: kvferry.v1.PageRequest
+	(*PageResponse)(nil),             // 24: kvferry.v1.PageResponse
+	(*AdminOffloadRequest)(nil),      // 25: kvferry.v1.AdminOffloadRequest
+	(*AdminReloadRequest)(nil),       // 26: kvferry.v1.AdminReloadRequest
+	(*DrainRequest)(nil),             // 27: kvferry.v1.DrainRequest
+	(*DrainResponse)(nil),            // 28: kvferry.v1.DrainResponse
+	(*LeaveRequest)(nil),             // 29: kvferry.v1.LeaveRequest
+	(*LeaveResponse)(nil),            // 30: kvferry.v1.LeaveResponse
+	(*JoinRequest)(nil),              // 31: kvferry.v1.JoinRequest
+	(*JoinResponse)(nil),             // 32: kvferry.v1.JoinResponse
+	(*KeyringRequest)(nil),           // 33: kvferry.v1.KeyringRequest
+	(*KeyringResponse)(nil),          // 34: kvferry.v1.KeyringResponse
+	(*ConfigurationRequest)(nil),     // 35: kvferry.v1.ConfigurationRequest
+	(*ConfigurationResponse)(nil),    // 36: kvferry.v1.ConfigurationResponse
+	(*DoctorRequest)(nil),            // 37: kvferry.v1.DoctorRequest
+	(*DoctorResponse)(nil),           // 38: kvferry.v1.DoctorResponse
+	(*ProbeRequest)(nil),             // 39: kvferry.v1.ProbeRequest
+	(*ProbeResponse)(nil),            // 40: kvferry.v1.ProbeResponse
+	(*StatusResponse_Address)(nil),   // 41: kvferry.v1.StatusResponse.Address
+	(*TransportStatus_Port)(nil),     // 42: kvferry.v1.TransportStatus.Port
+	(*ArenaResponse_Stream)(nil),     // 43: kvferry.v1.ArenaResponse.Stream
+	(*PeerItem_Refusal)(nil),         // 44: kvferry.v1.PeerItem.Refusal
+	(*PageResponse_Publication)(nil), // 45: kvferry.v1.PageResponse.Publication
+	(*DrainResponse_Cut)(nil),        // 46: kvferry.v1.DrainResponse.Cut
+	(*KeyringResponse_Key)(nil),      // 47: kvferry.v1.KeyringResponse.Key
+	(*KeyringResponse_Member)(nil),   // 48: kvferry.v1.KeyringResponse.Member
+	(*DoctorResponse_Check)(nil),     // 49: kvferry.v1.DoctorResponse.Check
+	(*ProbeResponse_Item)(nil),       // 50: kvferry.v1.ProbeResponse.Item
+	(*durationpb.Duration)(nil),      // 51: google.protobuf.Duration
+	(*Geometry)(nil),                 // 52: kvferry.v1.Geometry
+	(*Failure_Difference)(nil),       // 53: kvferry.v1.Failure.Difference
+	(*OffloadResponse)(nil),          // 54: kvferry.v1.OffloadResponse
+	(*ReloadResponse)(nil),           // 55: kvferry.v1.ReloadResponse
 }
 var file_admin_proto_depIdxs = []int32{
-	49, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
-	50, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
-	39, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
-	3,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
-	4,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
-	40, // 5: kvferry.v1.TransportStatus.ports:type_name -> kvferry.v1.TransportStatus.Port
-	6,  // 6: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
-	49, // 7: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
-	49, // 8: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
-	9,  // 9: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
-	49, // 10: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
-	12, // 11: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
-	3,  // 12: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
-	50, // 13: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
-	41, // 14: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
-	42, // 15: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
-	50, // 16: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
-	17, // 17: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
-	43, // 18: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
-	49, // 19: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	49, // 20: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
-	44, // 21: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
-	0,  // 22: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
-	45, // 23: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
-	46, // 24: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
-	47, // 25: kvferry.v1.DoctorResponse.items:type_name -> kvferry.v1.DoctorResponse.Check
-	49, // 26: kvferry.v1.ProbeResponse.hello:type_name -> google.protobuf.Duration
-	51, // 27: kvferry.v1.ProbeResponse.differences:type_name -> kvferry.v1.Failure.Difference
-	48, // 28: kvferry.v1.ProbeResponse.items:type_name -> kvferry.v1.ProbeResponse.Item
-	49, // 29: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
-	49, // 30: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
-	49, // 31: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
-	49, // 32: kvferry.v1.ProbeResponse.Item.open:type_name -> google.protobuf.Duration
-	49, // 33: kvferry.v1.ProbeResponse.Item.first:type_name -> google.protobuf.Duration
-	49, // 34: kvferry.v1.ProbeResponse.Item.second:type_name -> google.protobuf.Duration
-	1,  // 35: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	5,  // 36: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
-	8,  // 37: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
-	11, // 38: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
-	14, // 39: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
-	16, // 40: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
-	19, // 41: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
-	21, // 42: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
-	23, // 43: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
-	24, // 44: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
-	25, // 45: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
-	27, // 46: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
-	29, // 47: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
-	31, // 48: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
-	33, // 49: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
-	35, // 50: kvferry.v1.Admin.Doctor:input_type -> kvferry.v1.DoctorRequest
-	37, // 51: kvferry.v1.Admin.Probe:input_type -> kvferry.v1.ProbeRequest
-	2,  // 52: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	7,  // 53: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
-	10, // 54: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
-	13, // 55: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
-	15, // 56: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
-	18, // 57: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
-	20, // 58: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
-	22, // 59: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
-	52, // 60: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
-	53, // 61: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
-	26, // 62: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
-	28, // 63: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
-	30, // 64: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
-	32, // 65: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
-	34, // 66: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
-	36, // 67: kvferry.v1.Admin.Doctor:output_type -> kvferry.v1.DoctorResponse
-	38, // 68: kvferry.v1.Admin.Probe:output_type -> kvferry.v1.ProbeResponse
-	52, // [52:69] is the sub-list for method output_type
-	35, // [35:52] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	51, // 0: kvferry.v1.StatusResponse.uptime:type_name -> google.protobuf.Duration
+	52, // 1: kvferry.v1.StatusResponse.geometry:type_name -> kvferry.v1.Geometry
+	41, // 2: kvferry.v1.StatusResponse.addresses:type_name -> kvferry.v1.StatusResponse.Address
+	5,  // 3: kvferry.v1.StatusResponse.pages:type_name -> kvferry.v1.PageCounts
+	6,  // 4: kvferry.v1.StatusResponse.transports:type_name -> kvferry.v1.TransportStatus
+	3,  // 5: kvferry.v1.StatusResponse.memory:type_name -> kvferry.v1.Memory
+	4,  // 6: kvferry.v1.StatusResponse.devices:type_name -> kvferry.v1.Device
+	42, // 7: kvferry.v1.TransportStatus.ports:type_name -> kvferry.v1.TransportStatus.Port
+	8,  // 8: kvferry.v1.MembersResponse.items:type_name -> kvferry.v1.Member
+	51, // 9: kvferry.v1.PublicationItem.age:type_name -> google.protobuf.Duration
+	51, // 10: kvferry.v1.PublicationItem.expires_in:type_name -> google.protobuf.Duration
+	11, // 11: kvferry.v1.PublicationsResponse.items:type_name -> kvferry.v1.PublicationItem
+	51, // 12: kvferry.v1.RetrievalItem.age:type_name -> google.protobuf.Duration
+	14, // 13: kvferry.v1.RetrievalsResponse.items:type_name -> kvferry.v1.RetrievalItem
+	5,  // 14: kvferry.v1.ArenaResponse.pages:type_name -> kvferry.v1.PageCounts
+	52, // 15: kvferry.v1.ArenaResponse.geometry:type_name -> kvferry.v1.Geometry
+	43, // 16: kvferry.v1.ArenaResponse.items:type_name -> kvferry.v1.ArenaResponse.Stream
+	3,  // 17: kvferry.v1.ArenaResponse.memory:type_name -> kvferry.v1.Memory
+	44, // 18: kvferry.v1.PeerItem.refused:type_name -> kvferry.v1.PeerItem.Refusal
+	52, // 19: kvferry.v1.PeerItem.geometry:type_name -> kvferry.v1.Geometry
+	19, // 20: kvferry.v1.PeersResponse.items:type_name -> kvferry.v1.PeerItem
+	45, // 21: kvferry.v1.PageResponse.publications:type_name -> kvferry.v1.PageResponse.Publication
+	51, // 22: kvferry.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	51, // 23: kvferry.v1.DrainResponse.remaining:type_name -> google.protobuf.Duration
+	46, // 24: kvferry.v1.DrainResponse.cut:type_name -> kvferry.v1.DrainResponse.Cut
+	0,  // 25: kvferry.v1.KeyringRequest.operation:type_name -> kvferry.v1.KeyringRequest.Operation
+	47, // 26: kvferry.v1.KeyringResponse.keys:type_name -> kvferry.v1.KeyringResponse.Key
+	48, // 27: kvferry.v1.KeyringResponse.members:type_name -> kvferry.v1.KeyringResponse.Member
+	49, // 28: kvferry.v1.DoctorResponse.items:type_name -> kvferry.v1.DoctorResponse.Check
+	51, // 29: kvferry.v1.ProbeResponse.hello:type_name -> google.protobuf.Duration
+	53, // 30: kvferry.v1.ProbeResponse.differences:type_name -> kvferry.v1.Failure.Difference
+	50, // 31: kvferry.v1.ProbeResponse.items:type_name -> kvferry.v1.ProbeResponse.Item
+	51, // 32: kvferry.v1.PeerItem.Refusal.retry_in:type_name -> google.protobuf.Duration
+	51, // 33: kvferry.v1.PageResponse.Publication.age:type_name -> google.protobuf.Duration
+	51, // 34: kvferry.v1.PageResponse.Publication.expires_in:type_name -> google.protobuf.Duration
+	51, // 35: kvferry.v1.ProbeResponse.Item.open:type_name -> google.protobuf.Duration
+	51, // 36: kvferry.v1.ProbeResponse.Item.first:type_name -> google.protobuf.Duration
+	51, // 37: kvferry.v1.ProbeResponse.Item.second:type_name -> google.protobuf.Duration
+	1,  // 38: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	7,  // 39: kvferry.v1.Admin.Members:input_type -> kvferry.v1.MembersRequest
+	10, // 40: kvferry.v1.Admin.Publications:input_type -> kvferry.v1.PublicationsRequest
+	13, // 41: kvferry.v1.Admin.Retrievals:input_type -> kvferry.v1.RetrievalsRequest
+	16, // 42: kvferry.v1.Admin.Arena:input_type -> kvferry.v1.ArenaRequest
+	18, // 43: kvferry.v1.Admin.Peers:input_type -> kvferry.v1.PeersRequest
+	21, // 44: kvferry.v1.Admin.Revoke:input_type -> kvferry.v1.RevokeRequest
+	23, // 45: kvferry.v1.Admin.Page:input_type -> kvferry.v1.PageRequest
+	25, // 46: kvferry.v1.Admin.Offload:input_type -> kvferry.v1.AdminOffloadRequest
+	26, // 47: kvferry.v1.Admin.Reload:input_type -> kvferry.v1.AdminReloadRequest
+	27, // 48: kvferry.v1.Admin.Drain:input_type -> kvferry.v1.DrainRequest
+	29, // 49: kvferry.v1.Admin.Leave:input_type -> kvferry.v1.LeaveRequest
+	31, // 50: kvferry.v1.Admin.Join:input_type -> kvferry.v1.JoinRequest
+	33, // 51: kvferry.v1.Admin.Keyring:input_type -> kvferry.v1.KeyringRequest
+	35, // 52: kvferry.v1.Admin.Configuration:input_type -> kvferry.v1.ConfigurationRequest
+	37, // 53: kvferry.v1.Admin.Doctor:input_type -> kvferry.v1.DoctorRequest
+	39, // 54: kvferry.v1.Admin.Probe:input_type -> kvferry.v1.ProbeRequest
+	2,  // 55: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	9,  // 56: kvferry.v1.Admin.Members:output_type -> kvferry.v1.MembersResponse
+	12, // 57: kvferry.v1.Admin.Publications:output_type -> kvferry.v1.PublicationsResponse
+	15, // 58: kvferry.v1.Admin.Retrievals:output_type -> kvferry.v1.RetrievalsResponse
+	17, // 59: kvferry.v1.Admin.Arena:output_type -> kvferry.v1.ArenaResponse
+	20, // 60: kvferry.v1.Admin.Peers:output_type -> kvferry.v1.PeersResponse
+	22, // 61: kvferry.v1.Admin.Revoke:output_type -> kvferry.v1.RevokeResponse
+	24, // 62: kvferry.v1.Admin.Page:output_type -> kvferry.v1.PageResponse
+	54, // 63: kvferry.v1.Admin.Offload:output_type -> kvferry.v1.OffloadResponse
+	55, // 64: kvferry.v1.Admin.Reload:output_type -> kvferry.v1.ReloadResponse
+	28, // 65: kvferry.v1.Admin.Drain:output_type -> kvferry.v1.DrainResponse
+	30, // 66: kvferry.v1.Admin.Leave:output_type -> kvferry.v1.LeaveResponse
+	32, // 67: kvferry.v1.Admin.Join:output_type -> kvferry.v1.JoinResponse
+	34, // 68: kvferry.v1.Admin.Keyring:output_type -> kvferry.v1.KeyringResponse
+	36, // 69: kvferry.v1.Admin.Configuration:output_type -> kvferry.v1.ConfigurationResponse
+	38, // 70: kvferry.v1.Admin.Doctor:output_type -> kvferry.v1.DoctorResponse
+	40, // 71: kvferry.v1.Admin.Probe:output_type -> kvferry.v1.ProbeResponse
+	55, // [55:72] is the sub-list for method output_type
+	38, // [38:55] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_admin_proto_init() }
@@ -3737,14 +3992,14 @@ func file_admin_proto_init() {
 		return
 	}
 	file_engine_proto_init()
-	file_admin_proto_msgTypes[3].OneofWrappers = []any{}
+	file_admin_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_admin_proto_rawDesc), len(file_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   48,
+			NumMessages:   50,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

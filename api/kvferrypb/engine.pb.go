@@ -80,6 +80,7 @@ const (
 	Event_RETRIEVED        Event_Kind = 3 // a retrieval ended well
 	Event_FAILED           Event_Kind = 4 // a retrieval ended badly: failure says how
 	Event_PEER             Event_Kind = 5 // a member came or went: outcome "up" or "down"
+	Event_PAGES            Event_Kind = 6 // pages are the engine's again, which chooses them
 )
 
 // Enum value maps for Event_Kind.
@@ -91,6 +92,7 @@ var (
 		3: "RETRIEVED",
 		4: "FAILED",
 		5: "PEER",
+		6: "PAGES",
 	}
 	Event_Kind_value = map[string]int32{
 		"KIND_UNSPECIFIED": 0,
@@ -99,6 +101,7 @@ var (
 		"RETRIEVED":        3,
 		"FAILED":           4,
 		"PEER":             5,
+		"PAGES":            6,
 	}
 )
 
@@ -126,7 +129,7 @@ func (x Event_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Event_Kind.Descriptor instead.
 func (Event_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{53, 0}
+	return file_engine_proto_rawDescGZIP(), []int{56, 0}
 }
 
 type Failure_Code int32
@@ -156,6 +159,7 @@ const (
 	Failure_OFFLOADING         Failure_Code = 21 // tokens are on the host, or on the way: reload, or try again
 	Failure_UNEQUAL            Failure_Code = 22 // ranks of one engine differ
 	Failure_CHECKSUM           Failure_Code = 23 // bytes that arrived are not those that were published; read twice
+	Failure_PAGES              Failure_Code = 24 // a page that the call gives is not the engine's to give; none was given
 )
 
 // Enum value maps for Failure_Code.
@@ -185,6 +189,7 @@ var (
 		21: "OFFLOADING",
 		22: "UNEQUAL",
 		23: "CHECKSUM",
+		24: "PAGES",
 	}
 	Failure_Code_value = map[string]int32{
 		"UNSPECIFIED":        0,
@@ -211,6 +216,7 @@ var (
 		"OFFLOADING":         21,
 		"UNEQUAL":            22,
 		"CHECKSUM":           23,
+		"PAGES":              24,
 	}
 )
 
@@ -238,7 +244,7 @@ func (x Failure_Code) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Failure_Code.Descriptor instead.
 func (Failure_Code) EnumDescriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{54, 0}
+	return file_engine_proto_rawDescGZIP(), []int{59, 0}
 }
 
 // Geometry is what two nodes must agree on, and the page count of the arena.
@@ -429,12 +435,15 @@ func (x *OpenRequest) GetRanks() []uint32 {
 }
 
 type OpenResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
-	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
-	Incarnation   uint64                 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
-	Geometry      *Geometry              `protobuf:"bytes,4,opt,name=geometry,proto3" json:"geometry,omitempty"`
-	Ranks         []uint32               `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Session     string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Node        string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
+	Incarnation uint64                 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Geometry    *Geometry              `protobuf:"bytes,4,opt,name=geometry,proto3" json:"geometry,omitempty"`
+	Ranks       []uint32               `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	// Where the engine chooses pages: those that it may use or give. All others
+	// come back by events.
+	Pages         []*OpenResponse_Run `protobuf:"bytes,6,rep,name=pages,proto3" json:"pages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -504,6 +513,13 @@ func (x *OpenResponse) GetRanks() []uint32 {
 	return nil
 }
 
+func (x *OpenResponse) GetPages() []*OpenResponse_Run {
+	if x != nil {
+		return x.Pages
+	}
+	return nil
+}
+
 type OpenArenaRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Rank          uint32                 `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
@@ -553,6 +569,7 @@ type OpenArenaResponse struct {
 	Token         []byte                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"` // 32 bytes, good once, for 10 s
 	FdSocket      string                 `protobuf:"bytes,2,opt,name=fd_socket,json=fdSocket,proto3" json:"fd_socket,omitempty"`
 	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Memory        string                 `protobuf:"bytes,4,opt,name=memory,proto3" json:"memory,omitempty"` // where it lies: host, or a device, "cuda:GPU-..."
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -606,6 +623,13 @@ func (x *OpenArenaResponse) GetBytes() uint64 {
 		return x.Bytes
 	}
 	return 0
+}
+
+func (x *OpenArenaResponse) GetMemory() string {
+	if x != nil {
+		return x.Memory
+	}
+	return ""
 }
 
 type CloseRequest struct {
@@ -978,7 +1002,10 @@ func (x *RemoveRequest) GetDiscard() bool {
 }
 
 type RemoveResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where the engine chooses pages: those that are its own again. What else the
+	// request had comes by PAGES events, each page once.
+	Pages         []uint32 `protobuf:"varint,1,rep,packed,name=pages,proto3" json:"pages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1013,6 +1040,158 @@ func (*RemoveResponse) Descriptor() ([]byte, []int) {
 	return file_engine_proto_rawDescGZIP(), []int{13}
 }
 
+func (x *RemoveResponse) GetPages() []uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return nil
+}
+
+// Grant gives pages of the engine's to a stream, which uses them in this order
+// for all that it needs: new tokens, copies of forks onto it, what is retrieved.
+// Those that it has not used, also for a step or a read that came to nothing, stay
+// with it until the request is removed, or reset with free. The label need not
+// exist.
+type Grant struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
+	Label         string                 `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"` // "" is main
+	Pages         []uint32               `protobuf:"varint,3,rep,packed,name=pages,proto3" json:"pages,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Grant) Reset() {
+	*x = Grant{}
+	mi := &file_engine_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Grant) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Grant) ProtoMessage() {}
+
+func (x *Grant) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Grant.ProtoReflect.Descriptor instead.
+func (*Grant) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *Grant) GetRequest() string {
+	if x != nil {
+		return x.Request
+	}
+	return ""
+}
+
+func (x *Grant) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *Grant) GetPages() []uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return nil
+}
+
+type GiveRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Grants        []*Grant               `protobuf:"bytes,1,rep,name=grants,proto3" json:"grants,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GiveRequest) Reset() {
+	*x = GiveRequest{}
+	mi := &file_engine_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GiveRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GiveRequest) ProtoMessage() {}
+
+func (x *GiveRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GiveRequest.ProtoReflect.Descriptor instead.
+func (*GiveRequest) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *GiveRequest) GetGrants() []*Grant {
+	if x != nil {
+		return x.Grants
+	}
+	return nil
+}
+
+type GiveResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GiveResponse) Reset() {
+	*x = GiveResponse{}
+	mi := &file_engine_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GiveResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GiveResponse) ProtoMessage() {}
+
+func (x *GiveResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GiveResponse.ProtoReflect.Descriptor instead.
+func (*GiveResponse) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{16}
+}
+
 type Segment struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       string                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
@@ -1024,7 +1203,7 @@ type Segment struct {
 
 func (x *Segment) Reset() {
 	*x = Segment{}
-	mi := &file_engine_proto_msgTypes[14]
+	mi := &file_engine_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1036,7 +1215,7 @@ func (x *Segment) String() string {
 func (*Segment) ProtoMessage() {}
 
 func (x *Segment) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[14]
+	mi := &file_engine_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1049,7 +1228,7 @@ func (x *Segment) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Segment.ProtoReflect.Descriptor instead.
 func (*Segment) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{14}
+	return file_engine_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Segment) GetRequest() string {
@@ -1083,7 +1262,7 @@ type Combined struct {
 
 func (x *Combined) Reset() {
 	*x = Combined{}
-	mi := &file_engine_proto_msgTypes[15]
+	mi := &file_engine_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1095,7 +1274,7 @@ func (x *Combined) String() string {
 func (*Combined) ProtoMessage() {}
 
 func (x *Combined) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[15]
+	mi := &file_engine_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1108,7 +1287,7 @@ func (x *Combined) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Combined.ProtoReflect.Descriptor instead.
 func (*Combined) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{15}
+	return file_engine_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Combined) GetSources() []string {
@@ -1136,7 +1315,7 @@ type Fork struct {
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_engine_proto_msgTypes[16]
+	mi := &file_engine_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1148,7 +1327,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[16]
+	mi := &file_engine_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1161,7 +1340,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{16}
+	return file_engine_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Fork) GetFrom() string {
@@ -1189,16 +1368,18 @@ type AdmitRequest struct {
 	PreForks  []*Fork `protobuf:"bytes,5,rep,name=pre_forks,json=preForks,proto3" json:"pre_forks,omitempty"`
 	PostForks []*Fork `protobuf:"bytes,6,rep,name=post_forks,json=postForks,proto3" json:"post_forks,omitempty"`
 	// The requests that forks are made for, padding included; absent: those of the segments.
-	Rows          *AdmitRequest_Rows  `protobuf:"bytes,7,opt,name=rows,proto3" json:"rows,omitempty"`
-	Walk          string              `protobuf:"bytes,8,opt,name=walk,proto3" json:"walk,omitempty"`
-	Lease         *AdmitRequest_Lease `protobuf:"bytes,9,opt,name=lease,proto3" json:"lease,omitempty"`
+	Rows  *AdmitRequest_Rows  `protobuf:"bytes,7,opt,name=rows,proto3" json:"rows,omitempty"`
+	Walk  string              `protobuf:"bytes,8,opt,name=walk,proto3" json:"walk,omitempty"`
+	Lease *AdmitRequest_Lease `protobuf:"bytes,9,opt,name=lease,proto3" json:"lease,omitempty"`
+	// Made first, as by Give: they stand whatever else comes of the call.
+	Grants        []*Grant `protobuf:"bytes,10,rep,name=grants,proto3" json:"grants,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AdmitRequest) Reset() {
 	*x = AdmitRequest{}
-	mi := &file_engine_proto_msgTypes[17]
+	mi := &file_engine_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1210,7 +1391,7 @@ func (x *AdmitRequest) String() string {
 func (*AdmitRequest) ProtoMessage() {}
 
 func (x *AdmitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[17]
+	mi := &file_engine_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1223,7 +1404,7 @@ func (x *AdmitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRequest.ProtoReflect.Descriptor instead.
 func (*AdmitRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{17}
+	return file_engine_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *AdmitRequest) GetSegments() []*Segment {
@@ -1289,6 +1470,13 @@ func (x *AdmitRequest) GetLease() *AdmitRequest_Lease {
 	return nil
 }
 
+func (x *AdmitRequest) GetGrants() []*Grant {
+	if x != nil {
+		return x.Grants
+	}
+	return nil
+}
+
 type AdmitResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          uint64                 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
@@ -1299,7 +1487,7 @@ type AdmitResponse struct {
 
 func (x *AdmitResponse) Reset() {
 	*x = AdmitResponse{}
-	mi := &file_engine_proto_msgTypes[18]
+	mi := &file_engine_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1311,7 +1499,7 @@ func (x *AdmitResponse) String() string {
 func (*AdmitResponse) ProtoMessage() {}
 
 func (x *AdmitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[18]
+	mi := &file_engine_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1324,7 +1512,7 @@ func (x *AdmitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitResponse.ProtoReflect.Descriptor instead.
 func (*AdmitResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{18}
+	return file_engine_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *AdmitResponse) GetStep() uint64 {
@@ -1349,7 +1537,7 @@ type UnstageRequest struct {
 
 func (x *UnstageRequest) Reset() {
 	*x = UnstageRequest{}
-	mi := &file_engine_proto_msgTypes[19]
+	mi := &file_engine_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1361,7 +1549,7 @@ func (x *UnstageRequest) String() string {
 func (*UnstageRequest) ProtoMessage() {}
 
 func (x *UnstageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[19]
+	mi := &file_engine_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1374,7 +1562,7 @@ func (x *UnstageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnstageRequest.ProtoReflect.Descriptor instead.
 func (*UnstageRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{19}
+	return file_engine_proto_rawDescGZIP(), []int{22}
 }
 
 type UnstageResponse struct {
@@ -1385,7 +1573,7 @@ type UnstageResponse struct {
 
 func (x *UnstageResponse) Reset() {
 	*x = UnstageResponse{}
-	mi := &file_engine_proto_msgTypes[20]
+	mi := &file_engine_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1397,7 +1585,7 @@ func (x *UnstageResponse) String() string {
 func (*UnstageResponse) ProtoMessage() {}
 
 func (x *UnstageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[20]
+	mi := &file_engine_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1410,7 +1598,7 @@ func (x *UnstageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnstageResponse.ProtoReflect.Descriptor instead.
 func (*UnstageResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{20}
+	return file_engine_proto_rawDescGZIP(), []int{23}
 }
 
 type PlanRequest struct {
@@ -1422,7 +1610,7 @@ type PlanRequest struct {
 
 func (x *PlanRequest) Reset() {
 	*x = PlanRequest{}
-	mi := &file_engine_proto_msgTypes[21]
+	mi := &file_engine_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1434,7 +1622,7 @@ func (x *PlanRequest) String() string {
 func (*PlanRequest) ProtoMessage() {}
 
 func (x *PlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[21]
+	mi := &file_engine_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1447,7 +1635,7 @@ func (x *PlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanRequest.ProtoReflect.Descriptor instead.
 func (*PlanRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{21}
+	return file_engine_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PlanRequest) GetStep() uint64 {
@@ -1466,7 +1654,7 @@ type PlanResponse struct {
 
 func (x *PlanResponse) Reset() {
 	*x = PlanResponse{}
-	mi := &file_engine_proto_msgTypes[22]
+	mi := &file_engine_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1478,7 +1666,7 @@ func (x *PlanResponse) String() string {
 func (*PlanResponse) ProtoMessage() {}
 
 func (x *PlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[22]
+	mi := &file_engine_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1491,7 +1679,7 @@ func (x *PlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanResponse.ProtoReflect.Descriptor instead.
 func (*PlanResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{22}
+	return file_engine_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PlanResponse) GetPlans() []*PlanOutput {
@@ -1521,7 +1709,7 @@ type PlanOutput struct {
 
 func (x *PlanOutput) Reset() {
 	*x = PlanOutput{}
-	mi := &file_engine_proto_msgTypes[23]
+	mi := &file_engine_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1533,7 +1721,7 @@ func (x *PlanOutput) String() string {
 func (*PlanOutput) ProtoMessage() {}
 
 func (x *PlanOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[23]
+	mi := &file_engine_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1546,7 +1734,7 @@ func (x *PlanOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanOutput.ProtoReflect.Descriptor instead.
 func (*PlanOutput) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{23}
+	return file_engine_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PlanOutput) GetLabel() string {
@@ -1631,7 +1819,7 @@ type View struct {
 
 func (x *View) Reset() {
 	*x = View{}
-	mi := &file_engine_proto_msgTypes[24]
+	mi := &file_engine_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1643,7 +1831,7 @@ func (x *View) String() string {
 func (*View) ProtoMessage() {}
 
 func (x *View) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[24]
+	mi := &file_engine_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1656,7 +1844,7 @@ func (x *View) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use View.ProtoReflect.Descriptor instead.
 func (*View) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{24}
+	return file_engine_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *View) GetRequest() string {
@@ -1718,7 +1906,7 @@ type CommitRequest struct {
 
 func (x *CommitRequest) Reset() {
 	*x = CommitRequest{}
-	mi := &file_engine_proto_msgTypes[25]
+	mi := &file_engine_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1730,7 +1918,7 @@ func (x *CommitRequest) String() string {
 func (*CommitRequest) ProtoMessage() {}
 
 func (x *CommitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[25]
+	mi := &file_engine_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1743,7 +1931,7 @@ func (x *CommitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitRequest.ProtoReflect.Descriptor instead.
 func (*CommitRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{25}
+	return file_engine_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CommitRequest) GetStep() uint64 {
@@ -1770,7 +1958,7 @@ type CommitResponse struct {
 
 func (x *CommitResponse) Reset() {
 	*x = CommitResponse{}
-	mi := &file_engine_proto_msgTypes[26]
+	mi := &file_engine_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1782,7 +1970,7 @@ func (x *CommitResponse) String() string {
 func (*CommitResponse) ProtoMessage() {}
 
 func (x *CommitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[26]
+	mi := &file_engine_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1795,7 +1983,7 @@ func (x *CommitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitResponse.ProtoReflect.Descriptor instead.
 func (*CommitResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{26}
+	return file_engine_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *CommitResponse) GetMissing() []string {
@@ -1823,7 +2011,7 @@ type PublishResult struct {
 
 func (x *PublishResult) Reset() {
 	*x = PublishResult{}
-	mi := &file_engine_proto_msgTypes[27]
+	mi := &file_engine_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1835,7 +2023,7 @@ func (x *PublishResult) String() string {
 func (*PublishResult) ProtoMessage() {}
 
 func (x *PublishResult) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[27]
+	mi := &file_engine_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1848,7 +2036,7 @@ func (x *PublishResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishResult.ProtoReflect.Descriptor instead.
 func (*PublishResult) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{27}
+	return file_engine_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PublishResult) GetResponse() *PublishResponse {
@@ -1874,7 +2062,7 @@ type AbortRequest struct {
 
 func (x *AbortRequest) Reset() {
 	*x = AbortRequest{}
-	mi := &file_engine_proto_msgTypes[28]
+	mi := &file_engine_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1886,7 +2074,7 @@ func (x *AbortRequest) String() string {
 func (*AbortRequest) ProtoMessage() {}
 
 func (x *AbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[28]
+	mi := &file_engine_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1899,7 +2087,7 @@ func (x *AbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{28}
+	return file_engine_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *AbortRequest) GetStep() uint64 {
@@ -1917,7 +2105,7 @@ type AbortResponse struct {
 
 func (x *AbortResponse) Reset() {
 	*x = AbortResponse{}
-	mi := &file_engine_proto_msgTypes[29]
+	mi := &file_engine_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1929,7 +2117,7 @@ func (x *AbortResponse) String() string {
 func (*AbortResponse) ProtoMessage() {}
 
 func (x *AbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[29]
+	mi := &file_engine_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1942,7 +2130,7 @@ func (x *AbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResponse.ProtoReflect.Descriptor instead.
 func (*AbortResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{29}
+	return file_engine_proto_rawDescGZIP(), []int{32}
 }
 
 type PublishRequest struct {
@@ -1958,7 +2146,7 @@ type PublishRequest struct {
 
 func (x *PublishRequest) Reset() {
 	*x = PublishRequest{}
-	mi := &file_engine_proto_msgTypes[30]
+	mi := &file_engine_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1970,7 +2158,7 @@ func (x *PublishRequest) String() string {
 func (*PublishRequest) ProtoMessage() {}
 
 func (x *PublishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[30]
+	mi := &file_engine_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1983,7 +2171,7 @@ func (x *PublishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishRequest.ProtoReflect.Descriptor instead.
 func (*PublishRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{30}
+	return file_engine_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PublishRequest) GetRequest() string {
@@ -2036,7 +2224,7 @@ type PublishResponse struct {
 
 func (x *PublishResponse) Reset() {
 	*x = PublishResponse{}
-	mi := &file_engine_proto_msgTypes[31]
+	mi := &file_engine_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2048,7 +2236,7 @@ func (x *PublishResponse) String() string {
 func (*PublishResponse) ProtoMessage() {}
 
 func (x *PublishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[31]
+	mi := &file_engine_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2061,7 +2249,7 @@ func (x *PublishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishResponse.ProtoReflect.Descriptor instead.
 func (*PublishResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{31}
+	return file_engine_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PublishResponse) GetReference() string {
@@ -2109,14 +2297,17 @@ type AdmitRetrieveRequest struct {
 	Wait      *durationpb.Duration   `protobuf:"bytes,6,opt,name=wait,proto3" json:"wait,omitempty"`                             // 0: poll
 	// Nobody waits for it yet: it is read after all that somebody waits for. A
 	// later call for the request without it makes what it has begun urgent.
-	Prefetch      bool `protobuf:"varint,7,opt,name=prefetch,proto3" json:"prefetch,omitempty"`
+	Prefetch bool `protobuf:"varint,7,opt,name=prefetch,proto3" json:"prefetch,omitempty"`
+	// Made first, as by Give: they stand whatever else comes of the call, and serve
+	// all that is retrieved later, too.
+	Grants        []*Grant `protobuf:"bytes,8,rep,name=grants,proto3" json:"grants,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AdmitRetrieveRequest) Reset() {
 	*x = AdmitRetrieveRequest{}
-	mi := &file_engine_proto_msgTypes[32]
+	mi := &file_engine_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2128,7 +2319,7 @@ func (x *AdmitRetrieveRequest) String() string {
 func (*AdmitRetrieveRequest) ProtoMessage() {}
 
 func (x *AdmitRetrieveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[32]
+	mi := &file_engine_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2141,7 +2332,7 @@ func (x *AdmitRetrieveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRetrieveRequest.ProtoReflect.Descriptor instead.
 func (*AdmitRetrieveRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{32}
+	return file_engine_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *AdmitRetrieveRequest) GetRequest() string {
@@ -2193,6 +2384,13 @@ func (x *AdmitRetrieveRequest) GetPrefetch() bool {
 	return false
 }
 
+func (x *AdmitRetrieveRequest) GetGrants() []*Grant {
+	if x != nil {
+		return x.Grants
+	}
+	return nil
+}
+
 type AdmitRetrieveResponse struct {
 	state            protoimpl.MessageState          `protogen:"open.v1"`
 	Readiness        Readiness                       `protobuf:"varint,1,opt,name=readiness,proto3,enum=kvferry.v1.Readiness" json:"readiness,omitempty"`
@@ -2207,7 +2405,7 @@ type AdmitRetrieveResponse struct {
 
 func (x *AdmitRetrieveResponse) Reset() {
 	*x = AdmitRetrieveResponse{}
-	mi := &file_engine_proto_msgTypes[33]
+	mi := &file_engine_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2219,7 +2417,7 @@ func (x *AdmitRetrieveResponse) String() string {
 func (*AdmitRetrieveResponse) ProtoMessage() {}
 
 func (x *AdmitRetrieveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[33]
+	mi := &file_engine_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2232,7 +2430,7 @@ func (x *AdmitRetrieveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRetrieveResponse.ProtoReflect.Descriptor instead.
 func (*AdmitRetrieveResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{33}
+	return file_engine_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *AdmitRetrieveResponse) GetReadiness() Readiness {
@@ -2286,7 +2484,7 @@ type CancelRequest struct {
 
 func (x *CancelRequest) Reset() {
 	*x = CancelRequest{}
-	mi := &file_engine_proto_msgTypes[34]
+	mi := &file_engine_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2298,7 +2496,7 @@ func (x *CancelRequest) String() string {
 func (*CancelRequest) ProtoMessage() {}
 
 func (x *CancelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[34]
+	mi := &file_engine_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2311,7 +2509,7 @@ func (x *CancelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{34}
+	return file_engine_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *CancelRequest) GetRequest() string {
@@ -2329,7 +2527,7 @@ type CancelResponse struct {
 
 func (x *CancelResponse) Reset() {
 	*x = CancelResponse{}
-	mi := &file_engine_proto_msgTypes[35]
+	mi := &file_engine_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2341,7 +2539,7 @@ func (x *CancelResponse) String() string {
 func (*CancelResponse) ProtoMessage() {}
 
 func (x *CancelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[35]
+	mi := &file_engine_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2354,7 +2552,7 @@ func (x *CancelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResponse.ProtoReflect.Descriptor instead.
 func (*CancelResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{35}
+	return file_engine_proto_rawDescGZIP(), []int{38}
 }
 
 type ReleaseRequest struct {
@@ -2366,7 +2564,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_engine_proto_msgTypes[36]
+	mi := &file_engine_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2378,7 +2576,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[36]
+	mi := &file_engine_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2391,7 +2589,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{36}
+	return file_engine_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ReleaseRequest) GetReference() string {
@@ -2409,7 +2607,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_engine_proto_msgTypes[37]
+	mi := &file_engine_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2421,7 +2619,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[37]
+	mi := &file_engine_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2434,7 +2632,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{37}
+	return file_engine_proto_rawDescGZIP(), []int{40}
 }
 
 type OffloadRequest struct {
@@ -2446,7 +2644,7 @@ type OffloadRequest struct {
 
 func (x *OffloadRequest) Reset() {
 	*x = OffloadRequest{}
-	mi := &file_engine_proto_msgTypes[38]
+	mi := &file_engine_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2458,7 +2656,7 @@ func (x *OffloadRequest) String() string {
 func (*OffloadRequest) ProtoMessage() {}
 
 func (x *OffloadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[38]
+	mi := &file_engine_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2471,7 +2669,7 @@ func (x *OffloadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OffloadRequest.ProtoReflect.Descriptor instead.
 func (*OffloadRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{38}
+	return file_engine_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *OffloadRequest) GetRequest() string {
@@ -2491,7 +2689,7 @@ type OffloadResponse struct {
 
 func (x *OffloadResponse) Reset() {
 	*x = OffloadResponse{}
-	mi := &file_engine_proto_msgTypes[39]
+	mi := &file_engine_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2503,7 +2701,7 @@ func (x *OffloadResponse) String() string {
 func (*OffloadResponse) ProtoMessage() {}
 
 func (x *OffloadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[39]
+	mi := &file_engine_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2516,7 +2714,7 @@ func (x *OffloadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OffloadResponse.ProtoReflect.Descriptor instead.
 func (*OffloadResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{39}
+	return file_engine_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *OffloadResponse) GetFreed() uint32 {
@@ -2542,7 +2740,7 @@ type ReloadRequest struct {
 
 func (x *ReloadRequest) Reset() {
 	*x = ReloadRequest{}
-	mi := &file_engine_proto_msgTypes[40]
+	mi := &file_engine_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2554,7 +2752,7 @@ func (x *ReloadRequest) String() string {
 func (*ReloadRequest) ProtoMessage() {}
 
 func (x *ReloadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[40]
+	mi := &file_engine_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2567,7 +2765,7 @@ func (x *ReloadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReloadRequest.ProtoReflect.Descriptor instead.
 func (*ReloadRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{40}
+	return file_engine_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ReloadRequest) GetRequest() string {
@@ -2586,7 +2784,7 @@ type ReloadResponse struct {
 
 func (x *ReloadResponse) Reset() {
 	*x = ReloadResponse{}
-	mi := &file_engine_proto_msgTypes[41]
+	mi := &file_engine_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2598,7 +2796,7 @@ func (x *ReloadResponse) String() string {
 func (*ReloadResponse) ProtoMessage() {}
 
 func (x *ReloadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[41]
+	mi := &file_engine_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2611,7 +2809,7 @@ func (x *ReloadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReloadResponse.ProtoReflect.Descriptor instead.
 func (*ReloadResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{41}
+	return file_engine_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ReloadResponse) GetPages() uint32 {
@@ -2630,7 +2828,7 @@ type IsOffloadedRequest struct {
 
 func (x *IsOffloadedRequest) Reset() {
 	*x = IsOffloadedRequest{}
-	mi := &file_engine_proto_msgTypes[42]
+	mi := &file_engine_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2642,7 +2840,7 @@ func (x *IsOffloadedRequest) String() string {
 func (*IsOffloadedRequest) ProtoMessage() {}
 
 func (x *IsOffloadedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[42]
+	mi := &file_engine_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2655,7 +2853,7 @@ func (x *IsOffloadedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsOffloadedRequest.ProtoReflect.Descriptor instead.
 func (*IsOffloadedRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{42}
+	return file_engine_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *IsOffloadedRequest) GetRequest() string {
@@ -2674,7 +2872,7 @@ type IsOffloadedResponse struct {
 
 func (x *IsOffloadedResponse) Reset() {
 	*x = IsOffloadedResponse{}
-	mi := &file_engine_proto_msgTypes[43]
+	mi := &file_engine_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2686,7 +2884,7 @@ func (x *IsOffloadedResponse) String() string {
 func (*IsOffloadedResponse) ProtoMessage() {}
 
 func (x *IsOffloadedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[43]
+	mi := &file_engine_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2699,7 +2897,7 @@ func (x *IsOffloadedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsOffloadedResponse.ProtoReflect.Descriptor instead.
 func (*IsOffloadedResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{43}
+	return file_engine_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *IsOffloadedResponse) GetOffloaded() bool {
@@ -2718,7 +2916,7 @@ type ReclaimableRequest struct {
 
 func (x *ReclaimableRequest) Reset() {
 	*x = ReclaimableRequest{}
-	mi := &file_engine_proto_msgTypes[44]
+	mi := &file_engine_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2730,7 +2928,7 @@ func (x *ReclaimableRequest) String() string {
 func (*ReclaimableRequest) ProtoMessage() {}
 
 func (x *ReclaimableRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[44]
+	mi := &file_engine_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2743,7 +2941,7 @@ func (x *ReclaimableRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReclaimableRequest.ProtoReflect.Descriptor instead.
 func (*ReclaimableRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{44}
+	return file_engine_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ReclaimableRequest) GetRequest() string {
@@ -2762,7 +2960,7 @@ type ReclaimableResponse struct {
 
 func (x *ReclaimableResponse) Reset() {
 	*x = ReclaimableResponse{}
-	mi := &file_engine_proto_msgTypes[45]
+	mi := &file_engine_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2774,7 +2972,7 @@ func (x *ReclaimableResponse) String() string {
 func (*ReclaimableResponse) ProtoMessage() {}
 
 func (x *ReclaimableResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[45]
+	mi := &file_engine_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2787,7 +2985,7 @@ func (x *ReclaimableResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReclaimableResponse.ProtoReflect.Descriptor instead.
 func (*ReclaimableResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{45}
+	return file_engine_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ReclaimableResponse) GetPages() uint32 {
@@ -2813,7 +3011,7 @@ type WriteKVRequest struct {
 
 func (x *WriteKVRequest) Reset() {
 	*x = WriteKVRequest{}
-	mi := &file_engine_proto_msgTypes[46]
+	mi := &file_engine_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2825,7 +3023,7 @@ func (x *WriteKVRequest) String() string {
 func (*WriteKVRequest) ProtoMessage() {}
 
 func (x *WriteKVRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[46]
+	mi := &file_engine_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2838,7 +3036,7 @@ func (x *WriteKVRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteKVRequest.ProtoReflect.Descriptor instead.
 func (*WriteKVRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{46}
+	return file_engine_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *WriteKVRequest) GetStep() uint64 {
@@ -2898,7 +3096,7 @@ type WriteKVResponse struct {
 
 func (x *WriteKVResponse) Reset() {
 	*x = WriteKVResponse{}
-	mi := &file_engine_proto_msgTypes[47]
+	mi := &file_engine_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2910,7 +3108,7 @@ func (x *WriteKVResponse) String() string {
 func (*WriteKVResponse) ProtoMessage() {}
 
 func (x *WriteKVResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[47]
+	mi := &file_engine_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2923,7 +3121,7 @@ func (x *WriteKVResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteKVResponse.ProtoReflect.Descriptor instead.
 func (*WriteKVResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{47}
+	return file_engine_proto_rawDescGZIP(), []int{50}
 }
 
 type ReadKVRequest struct {
@@ -2939,7 +3137,7 @@ type ReadKVRequest struct {
 
 func (x *ReadKVRequest) Reset() {
 	*x = ReadKVRequest{}
-	mi := &file_engine_proto_msgTypes[48]
+	mi := &file_engine_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2951,7 +3149,7 @@ func (x *ReadKVRequest) String() string {
 func (*ReadKVRequest) ProtoMessage() {}
 
 func (x *ReadKVRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[48]
+	mi := &file_engine_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2964,7 +3162,7 @@ func (x *ReadKVRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadKVRequest.ProtoReflect.Descriptor instead.
 func (*ReadKVRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{48}
+	return file_engine_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ReadKVRequest) GetStep() uint64 {
@@ -3012,7 +3210,7 @@ type ReadKVResponse struct {
 
 func (x *ReadKVResponse) Reset() {
 	*x = ReadKVResponse{}
-	mi := &file_engine_proto_msgTypes[49]
+	mi := &file_engine_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3024,7 +3222,7 @@ func (x *ReadKVResponse) String() string {
 func (*ReadKVResponse) ProtoMessage() {}
 
 func (x *ReadKVResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[49]
+	mi := &file_engine_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3037,7 +3235,7 @@ func (x *ReadKVResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadKVResponse.ProtoReflect.Descriptor instead.
 func (*ReadKVResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{49}
+	return file_engine_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *ReadKVResponse) GetK() []byte {
@@ -3062,7 +3260,7 @@ type ValidateWarmupRequest struct {
 
 func (x *ValidateWarmupRequest) Reset() {
 	*x = ValidateWarmupRequest{}
-	mi := &file_engine_proto_msgTypes[50]
+	mi := &file_engine_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3074,7 +3272,7 @@ func (x *ValidateWarmupRequest) String() string {
 func (*ValidateWarmupRequest) ProtoMessage() {}
 
 func (x *ValidateWarmupRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[50]
+	mi := &file_engine_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3087,7 +3285,7 @@ func (x *ValidateWarmupRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateWarmupRequest.ProtoReflect.Descriptor instead.
 func (*ValidateWarmupRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{50}
+	return file_engine_proto_rawDescGZIP(), []int{53}
 }
 
 type ValidateWarmupResponse struct {
@@ -3099,7 +3297,7 @@ type ValidateWarmupResponse struct {
 
 func (x *ValidateWarmupResponse) Reset() {
 	*x = ValidateWarmupResponse{}
-	mi := &file_engine_proto_msgTypes[51]
+	mi := &file_engine_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3111,7 +3309,7 @@ func (x *ValidateWarmupResponse) String() string {
 func (*ValidateWarmupResponse) ProtoMessage() {}
 
 func (x *ValidateWarmupResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[51]
+	mi := &file_engine_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3124,7 +3322,7 @@ func (x *ValidateWarmupResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateWarmupResponse.ProtoReflect.Descriptor instead.
 func (*ValidateWarmupResponse) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{51}
+	return file_engine_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ValidateWarmupResponse) GetRanks() []*ValidateWarmupResponse_Rank {
@@ -3143,7 +3341,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_engine_proto_msgTypes[52]
+	mi := &file_engine_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3155,7 +3353,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[52]
+	mi := &file_engine_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3168,7 +3366,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{52}
+	return file_engine_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *EventsRequest) GetAfter() uint64 {
@@ -3187,13 +3385,14 @@ type Event struct {
 	Outcome       string                 `protobuf:"bytes,5,opt,name=outcome,proto3" json:"outcome,omitempty"`
 	Peer          string                 `protobuf:"bytes,6,opt,name=peer,proto3" json:"peer,omitempty"`
 	Failure       *Failure               `protobuf:"bytes,7,opt,name=failure,proto3" json:"failure,omitempty"`
+	Pages         []uint32               `protobuf:"varint,8,rep,packed,name=pages,proto3" json:"pages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_engine_proto_msgTypes[53]
+	mi := &file_engine_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3205,7 +3404,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[53]
+	mi := &file_engine_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3218,7 +3417,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{53}
+	return file_engine_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *Event) GetSequence() uint64 {
@@ -3270,6 +3469,131 @@ func (x *Event) GetFailure() *Failure {
 	return nil
 }
 
+func (x *Event) GetPages() []uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return nil
+}
+
+// Lend is what an engine says on "<engine socket>.arena", where arena.memory is
+// engine: the memory that it lends to the node. Behind it come, each with one
+// byte, the descriptors (SCM_RIGHTS): those of the arenas in their order, then the
+// memfd of the seal table. The memory is lent as long as the connection stands.
+// Lend and Lent have their length in front, 4 bytes, the first one the highest.
+type Lend struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Version       uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"` // of this exchange: 1
+	Arenas        []*Lend_Arena          `protobuf:"bytes,2,rep,name=arenas,proto3" json:"arenas,omitempty"`    // one of each local rank
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Lend) Reset() {
+	*x = Lend{}
+	mi := &file_engine_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Lend) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Lend) ProtoMessage() {}
+
+func (x *Lend) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Lend.ProtoReflect.Descriptor instead.
+func (*Lend) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *Lend) GetVersion() uint32 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *Lend) GetArenas() []*Lend_Arena {
+	if x != nil {
+		return x.Arenas
+	}
+	return nil
+}
+
+// Lent is the answer. Nothing more is said by either side.
+type Lent struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	Incarnation   uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Refused       string                 `protobuf:"bytes,3,opt,name=refused,proto3" json:"refused,omitempty"` // why the node does not take the memory; "": it does, and serves
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Lent) Reset() {
+	*x = Lent{}
+	mi := &file_engine_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Lent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Lent) ProtoMessage() {}
+
+func (x *Lent) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Lent.ProtoReflect.Descriptor instead.
+func (*Lent) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{58}
+}
+
+func (x *Lent) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *Lent) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *Lent) GetRefused() string {
+	if x != nil {
+		return x.Refused
+	}
+	return ""
+}
+
 // Failure is the detail of every error.
 type Failure struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
@@ -3292,7 +3616,7 @@ type Failure struct {
 
 func (x *Failure) Reset() {
 	*x = Failure{}
-	mi := &file_engine_proto_msgTypes[54]
+	mi := &file_engine_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3304,7 +3628,7 @@ func (x *Failure) String() string {
 func (*Failure) ProtoMessage() {}
 
 func (x *Failure) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[54]
+	mi := &file_engine_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3317,7 +3641,7 @@ func (x *Failure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure.ProtoReflect.Descriptor instead.
 func (*Failure) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{54}
+	return file_engine_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *Failure) GetCode() Failure_Code {
@@ -3411,6 +3735,58 @@ func (x *Failure) GetRemedy() string {
 	return ""
 }
 
+type OpenResponse_Run struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	First         uint32                 `protobuf:"varint,1,opt,name=first,proto3" json:"first,omitempty"`
+	Count         uint32                 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OpenResponse_Run) Reset() {
+	*x = OpenResponse_Run{}
+	mi := &file_engine_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OpenResponse_Run) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OpenResponse_Run) ProtoMessage() {}
+
+func (x *OpenResponse_Run) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OpenResponse_Run.ProtoReflect.Descriptor instead.
+func (*OpenResponse_Run) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{2, 0}
+}
+
+func (x *OpenResponse_Run) GetFirst() uint32 {
+	if x != nil {
+		return x.First
+	}
+	return 0
+}
+
+func (x *OpenResponse_Run) GetCount() uint32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
 type IngestRequest_ByNode struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	GraphNode     string                 `protobuf:"bytes,1,opt,name=graph_node,json=graphNode,proto3" json:"graph_node,omitempty"`
@@ -3421,7 +3797,7 @@ type IngestRequest_ByNode struct {
 
 func (x *IngestRequest_ByNode) Reset() {
 	*x = IngestRequest_ByNode{}
-	mi := &file_engine_proto_msgTypes[55]
+	mi := &file_engine_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3433,7 +3809,7 @@ func (x *IngestRequest_ByNode) String() string {
 func (*IngestRequest_ByNode) ProtoMessage() {}
 
 func (x *IngestRequest_ByNode) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[55]
+	mi := &file_engine_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3474,7 +3850,7 @@ type IngestRequest_ByWalk struct {
 
 func (x *IngestRequest_ByWalk) Reset() {
 	*x = IngestRequest_ByWalk{}
-	mi := &file_engine_proto_msgTypes[56]
+	mi := &file_engine_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3486,7 +3862,7 @@ func (x *IngestRequest_ByWalk) String() string {
 func (*IngestRequest_ByWalk) ProtoMessage() {}
 
 func (x *IngestRequest_ByWalk) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[56]
+	mi := &file_engine_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3535,7 +3911,7 @@ type IngestRequest_Retention struct {
 
 func (x *IngestRequest_Retention) Reset() {
 	*x = IngestRequest_Retention{}
-	mi := &file_engine_proto_msgTypes[57]
+	mi := &file_engine_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3547,7 +3923,7 @@ func (x *IngestRequest_Retention) String() string {
 func (*IngestRequest_Retention) ProtoMessage() {}
 
 func (x *IngestRequest_Retention) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[57]
+	mi := &file_engine_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3593,7 +3969,7 @@ type AdmitRequest_Rows struct {
 
 func (x *AdmitRequest_Rows) Reset() {
 	*x = AdmitRequest_Rows{}
-	mi := &file_engine_proto_msgTypes[58]
+	mi := &file_engine_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3605,7 +3981,7 @@ func (x *AdmitRequest_Rows) String() string {
 func (*AdmitRequest_Rows) ProtoMessage() {}
 
 func (x *AdmitRequest_Rows) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[58]
+	mi := &file_engine_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3618,7 +3994,7 @@ func (x *AdmitRequest_Rows) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRequest_Rows.ProtoReflect.Descriptor instead.
 func (*AdmitRequest_Rows) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{17, 0}
+	return file_engine_proto_rawDescGZIP(), []int{20, 0}
 }
 
 func (x *AdmitRequest_Rows) GetRequests() []string {
@@ -3640,7 +4016,7 @@ type AdmitRequest_Lease struct {
 
 func (x *AdmitRequest_Lease) Reset() {
 	*x = AdmitRequest_Lease{}
-	mi := &file_engine_proto_msgTypes[59]
+	mi := &file_engine_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3652,7 +4028,7 @@ func (x *AdmitRequest_Lease) String() string {
 func (*AdmitRequest_Lease) ProtoMessage() {}
 
 func (x *AdmitRequest_Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[59]
+	mi := &file_engine_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3665,7 +4041,7 @@ func (x *AdmitRequest_Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRequest_Lease.ProtoReflect.Descriptor instead.
 func (*AdmitRequest_Lease) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{17, 1}
+	return file_engine_proto_rawDescGZIP(), []int{20, 1}
 }
 
 func (x *AdmitRequest_Lease) GetSlot() uint32 {
@@ -3693,7 +4069,7 @@ type PublishResponse_Length struct {
 
 func (x *PublishResponse_Length) Reset() {
 	*x = PublishResponse_Length{}
-	mi := &file_engine_proto_msgTypes[60]
+	mi := &file_engine_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3705,7 +4081,7 @@ func (x *PublishResponse_Length) String() string {
 func (*PublishResponse_Length) ProtoMessage() {}
 
 func (x *PublishResponse_Length) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[60]
+	mi := &file_engine_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3718,7 +4094,7 @@ func (x *PublishResponse_Length) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishResponse_Length.ProtoReflect.Descriptor instead.
 func (*PublishResponse_Length) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{31, 0}
+	return file_engine_proto_rawDescGZIP(), []int{34, 0}
 }
 
 func (x *PublishResponse_Length) GetLabel() string {
@@ -3752,7 +4128,7 @@ type AdmitRetrieveResponse_Length struct {
 
 func (x *AdmitRetrieveResponse_Length) Reset() {
 	*x = AdmitRetrieveResponse_Length{}
-	mi := &file_engine_proto_msgTypes[61]
+	mi := &file_engine_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3764,7 +4140,7 @@ func (x *AdmitRetrieveResponse_Length) String() string {
 func (*AdmitRetrieveResponse_Length) ProtoMessage() {}
 
 func (x *AdmitRetrieveResponse_Length) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[61]
+	mi := &file_engine_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3777,7 +4153,7 @@ func (x *AdmitRetrieveResponse_Length) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmitRetrieveResponse_Length.ProtoReflect.Descriptor instead.
 func (*AdmitRetrieveResponse_Length) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{33, 0}
+	return file_engine_proto_rawDescGZIP(), []int{36, 0}
 }
 
 func (x *AdmitRetrieveResponse_Length) GetLabel() string {
@@ -3806,7 +4182,7 @@ type ValidateWarmupResponse_Rank struct {
 
 func (x *ValidateWarmupResponse_Rank) Reset() {
 	*x = ValidateWarmupResponse_Rank{}
-	mi := &file_engine_proto_msgTypes[62]
+	mi := &file_engine_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3818,7 +4194,7 @@ func (x *ValidateWarmupResponse_Rank) String() string {
 func (*ValidateWarmupResponse_Rank) ProtoMessage() {}
 
 func (x *ValidateWarmupResponse_Rank) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[62]
+	mi := &file_engine_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3831,7 +4207,7 @@ func (x *ValidateWarmupResponse_Rank) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateWarmupResponse_Rank.ProtoReflect.Descriptor instead.
 func (*ValidateWarmupResponse_Rank) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{51, 0}
+	return file_engine_proto_rawDescGZIP(), []int{54, 0}
 }
 
 func (x *ValidateWarmupResponse_Rank) GetRank() uint32 {
@@ -3862,6 +4238,76 @@ func (x *ValidateWarmupResponse_Rank) GetTotalPages() uint32 {
 	return 0
 }
 
+type Lend_Arena struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Rank  uint32                 `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
+	Bytes uint64                 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Memory of a device: what the node needs to import it. Absent: a memfd,
+	// sealed against shrinking.
+	Cuda          []byte `protobuf:"bytes,3,opt,name=cuda,proto3" json:"cuda,omitempty"`
+	Files         uint32 `protobuf:"varint,4,opt,name=files,proto3" json:"files,omitempty"` // descriptors; 1 of a memfd
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Lend_Arena) Reset() {
+	*x = Lend_Arena{}
+	mi := &file_engine_proto_msgTypes[69]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Lend_Arena) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Lend_Arena) ProtoMessage() {}
+
+func (x *Lend_Arena) ProtoReflect() protoreflect.Message {
+	mi := &file_engine_proto_msgTypes[69]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Lend_Arena.ProtoReflect.Descriptor instead.
+func (*Lend_Arena) Descriptor() ([]byte, []int) {
+	return file_engine_proto_rawDescGZIP(), []int{57, 0}
+}
+
+func (x *Lend_Arena) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *Lend_Arena) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Lend_Arena) GetCuda() []byte {
+	if x != nil {
+		return x.Cuda
+	}
+	return nil
+}
+
+func (x *Lend_Arena) GetFiles() uint32 {
+	if x != nil {
+		return x.Files
+	}
+	return 0
+}
+
 type Failure_Difference struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Field         string                 `protobuf:"bytes,1,opt,name=field,proto3" json:"field,omitempty"`
@@ -3873,7 +4319,7 @@ type Failure_Difference struct {
 
 func (x *Failure_Difference) Reset() {
 	*x = Failure_Difference{}
-	mi := &file_engine_proto_msgTypes[63]
+	mi := &file_engine_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3885,7 +4331,7 @@ func (x *Failure_Difference) String() string {
 func (*Failure_Difference) ProtoMessage() {}
 
 func (x *Failure_Difference) ProtoReflect() protoreflect.Message {
-	mi := &file_engine_proto_msgTypes[63]
+	mi := &file_engine_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3898,7 +4344,7 @@ func (x *Failure_Difference) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure_Difference.ProtoReflect.Descriptor instead.
 func (*Failure_Difference) Descriptor() ([]byte, []int) {
-	return file_engine_proto_rawDescGZIP(), []int{54, 0}
+	return file_engine_proto_rawDescGZIP(), []int{59, 0}
 }
 
 func (x *Failure_Difference) GetField() string {
@@ -3945,19 +4391,24 @@ const file_engine_proto_rawDesc = "" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x120\n" +
 	"\bgeometry\x18\x03 \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x12\x14\n" +
-	"\x05ranks\x18\x04 \x03(\rR\x05ranks\"\xa6\x01\n" +
+	"\x05ranks\x18\x04 \x03(\rR\x05ranks\"\x8d\x02\n" +
 	"\fOpenResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12 \n" +
 	"\vincarnation\x18\x03 \x01(\x04R\vincarnation\x120\n" +
 	"\bgeometry\x18\x04 \x01(\v2\x14.kvferry.v1.GeometryR\bgeometry\x12\x14\n" +
-	"\x05ranks\x18\x05 \x03(\rR\x05ranks\"&\n" +
+	"\x05ranks\x18\x05 \x03(\rR\x05ranks\x122\n" +
+	"\x05pages\x18\x06 \x03(\v2\x1c.kvferry.v1.OpenResponse.RunR\x05pages\x1a1\n" +
+	"\x03Run\x12\x14\n" +
+	"\x05first\x18\x01 \x01(\rR\x05first\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\rR\x05count\"&\n" +
 	"\x10OpenArenaRequest\x12\x12\n" +
-	"\x04rank\x18\x01 \x01(\rR\x04rank\"\\\n" +
+	"\x04rank\x18\x01 \x01(\rR\x04rank\"t\n" +
 	"\x11OpenArenaResponse\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\fR\x05token\x12\x1b\n" +
 	"\tfd_socket\x18\x02 \x01(\tR\bfdSocket\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"\x0e\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06memory\x18\x04 \x01(\tR\x06memory\"\x0e\n" +
 	"\fCloseRequest\"\x0f\n" +
 	"\rCloseResponse\" \n" +
 	"\x06Labels\x12\x16\n" +
@@ -3988,8 +4439,16 @@ const file_engine_proto_rawDesc = "" +
 	"\rResetResponse\"C\n" +
 	"\rRemoveRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x18\n" +
-	"\adiscard\x18\x02 \x01(\bR\adiscard\"\x10\n" +
-	"\x0eRemoveResponse\"M\n" +
+	"\adiscard\x18\x02 \x01(\bR\adiscard\"&\n" +
+	"\x0eRemoveResponse\x12\x14\n" +
+	"\x05pages\x18\x01 \x03(\rR\x05pages\"M\n" +
+	"\x05Grant\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\tR\arequest\x12\x14\n" +
+	"\x05label\x18\x02 \x01(\tR\x05label\x12\x14\n" +
+	"\x05pages\x18\x03 \x03(\rR\x05pages\"8\n" +
+	"\vGiveRequest\x12)\n" +
+	"\x06grants\x18\x01 \x03(\v2\x11.kvferry.v1.GrantR\x06grants\"\x0e\n" +
+	"\fGiveResponse\"M\n" +
 	"\aSegment\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x14\n" +
 	"\x05label\x18\x02 \x01(\tR\x05label\x12\x12\n" +
@@ -3999,7 +4458,7 @@ const file_engine_proto_rawDesc = "" +
 	"\x05label\x18\x02 \x01(\tR\x05label\"*\n" +
 	"\x04Fork\x12\x12\n" +
 	"\x04from\x18\x01 \x01(\tR\x04from\x12\x0e\n" +
-	"\x02to\x18\x02 \x01(\tR\x02to\"\xd5\x03\n" +
+	"\x02to\x18\x02 \x01(\tR\x02to\"\x80\x04\n" +
 	"\fAdmitRequest\x12/\n" +
 	"\bsegments\x18\x01 \x03(\v2\x13.kvferry.v1.SegmentR\bsegments\x12\x18\n" +
 	"\adiscard\x18\x02 \x01(\bR\adiscard\x120\n" +
@@ -4010,7 +4469,9 @@ const file_engine_proto_rawDesc = "" +
 	"post_forks\x18\x06 \x03(\v2\x10.kvferry.v1.ForkR\tpostForks\x121\n" +
 	"\x04rows\x18\a \x01(\v2\x1d.kvferry.v1.AdmitRequest.RowsR\x04rows\x12\x12\n" +
 	"\x04walk\x18\b \x01(\tR\x04walk\x124\n" +
-	"\x05lease\x18\t \x01(\v2\x1e.kvferry.v1.AdmitRequest.LeaseR\x05lease\x1a\"\n" +
+	"\x05lease\x18\t \x01(\v2\x1e.kvferry.v1.AdmitRequest.LeaseR\x05lease\x12)\n" +
+	"\x06grants\x18\n" +
+	" \x03(\v2\x11.kvferry.v1.GrantR\x06grants\x1a\"\n" +
 	"\x04Rows\x12\x1a\n" +
 	"\brequests\x18\x01 \x03(\tR\brequests\x1a3\n" +
 	"\x05Lease\x12\x12\n" +
@@ -4073,7 +4534,7 @@ const file_engine_proto_rawDesc = "" +
 	"\x06Length\x12\x14\n" +
 	"\x05label\x18\x01 \x01(\tR\x05label\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\rR\x06tokens\x12\x14\n" +
-	"\x05pages\x18\x03 \x01(\rR\x05pages\"\xeb\x01\n" +
+	"\x05pages\x18\x03 \x01(\rR\x05pages\"\x96\x02\n" +
 	"\x14AdmitRetrieveRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x1d\n" +
 	"\n" +
@@ -4083,7 +4544,8 @@ const file_engine_proto_rawDesc = "" +
 	"\n" +
 	"min_tokens\x18\x05 \x01(\rR\tminTokens\x12-\n" +
 	"\x04wait\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12\x1a\n" +
-	"\bprefetch\x18\a \x01(\bR\bprefetch\"\xbf\x02\n" +
+	"\bprefetch\x18\a \x01(\bR\bprefetch\x12)\n" +
+	"\x06grants\x18\b \x03(\v2\x11.kvferry.v1.GrantR\x06grants\"\xbf\x02\n" +
 	"\x15AdmitRetrieveResponse\x123\n" +
 	"\treadiness\x18\x01 \x01(\x0e2\x15.kvferry.v1.ReadinessR\treadiness\x12B\n" +
 	"\alengths\x18\x02 \x03(\v2(.kvferry.v1.AdmitRetrieveResponse.LengthR\alengths\x12\x14\n" +
@@ -4146,7 +4608,7 @@ const file_engine_proto_rawDesc = "" +
 	"\vtotal_pages\x18\x04 \x01(\rR\n" +
 	"totalPages\"%\n" +
 	"\rEventsRequest\x12\x14\n" +
-	"\x05after\x18\x01 \x01(\x04R\x05after\"\xc1\x02\n" +
+	"\x05after\x18\x01 \x01(\x04R\x05after\"\xe2\x02\n" +
 	"\x05Event\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12*\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x16.kvferry.v1.Event.KindR\x04kind\x12\x18\n" +
@@ -4154,7 +4616,8 @@ const file_engine_proto_rawDesc = "" +
 	"\treference\x18\x04 \x01(\tR\treference\x12\x18\n" +
 	"\aoutcome\x18\x05 \x01(\tR\aoutcome\x12\x12\n" +
 	"\x04peer\x18\x06 \x01(\tR\x04peer\x12-\n" +
-	"\afailure\x18\a \x01(\v2\x13.kvferry.v1.FailureR\afailure\"[\n" +
+	"\afailure\x18\a \x01(\v2\x13.kvferry.v1.FailureR\afailure\x12\x14\n" +
+	"\x05pages\x18\b \x03(\rR\x05pages\"f\n" +
 	"\x04Kind\x12\x14\n" +
 	"\x10KIND_UNSPECIFIED\x10\x00\x12\n" +
 	"\n" +
@@ -4163,7 +4626,20 @@ const file_engine_proto_rawDesc = "" +
 	"\tRETRIEVED\x10\x03\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x04\x12\b\n" +
-	"\x04PEER\x10\x05\"\xec\x06\n" +
+	"\x04PEER\x10\x05\x12\t\n" +
+	"\x05PAGES\x10\x06\"\xad\x01\n" +
+	"\x04Lend\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\rR\aversion\x12.\n" +
+	"\x06arenas\x18\x02 \x03(\v2\x16.kvferry.v1.Lend.ArenaR\x06arenas\x1a[\n" +
+	"\x05Arena\x12\x12\n" +
+	"\x04rank\x18\x01 \x01(\rR\x04rank\x12\x14\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x12\n" +
+	"\x04cuda\x18\x03 \x01(\fR\x04cuda\x12\x14\n" +
+	"\x05files\x18\x04 \x01(\rR\x05files\"V\n" +
+	"\x04Lent\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x12 \n" +
+	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x18\n" +
+	"\arefused\x18\x03 \x01(\tR\arefused\"\xf7\x06\n" +
 	"\aFailure\x12,\n" +
 	"\x04code\x18\x01 \x01(\x0e2\x18.kvferry.v1.Failure.CodeR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x18\n" +
@@ -4186,7 +4662,7 @@ const file_engine_proto_rawDesc = "" +
 	"Difference\x12\x14\n" +
 	"\x05field\x18\x01 \x01(\tR\x05field\x12\x12\n" +
 	"\x04ours\x18\x02 \x01(\tR\x04ours\x12\x16\n" +
-	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xea\x02\n" +
+	"\x06theirs\x18\x03 \x01(\tR\x06theirs\"\xf5\x02\n" +
 	"\x04Code\x12\x0f\n" +
 	"\vUNSPECIFIED\x10\x00\x12\r\n" +
 	"\tNOT_FOUND\x10\x01\x12\t\n" +
@@ -4215,11 +4691,12 @@ const file_engine_proto_rawDesc = "" +
 	"\n" +
 	"OFFLOADING\x10\x15\x12\v\n" +
 	"\aUNEQUAL\x10\x16\x12\f\n" +
-	"\bCHECKSUM\x10\x17*0\n" +
+	"\bCHECKSUM\x10\x17\x12\t\n" +
+	"\x05PAGES\x10\x18*0\n" +
 	"\tReadiness\x12\v\n" +
 	"\aWAITING\x10\x00\x12\v\n" +
 	"\aREADING\x10\x01\x12\t\n" +
-	"\x05READY\x10\x022\xe3\f\n" +
+	"\x05READY\x10\x022\x9e\r\n" +
 	"\x06Engine\x129\n" +
 	"\x04Open\x12\x17.kvferry.v1.OpenRequest\x1a\x18.kvferry.v1.OpenResponse\x12H\n" +
 	"\tOpenArena\x12\x1c.kvferry.v1.OpenArenaRequest\x1a\x1d.kvferry.v1.OpenArenaResponse\x12<\n" +
@@ -4232,7 +4709,8 @@ const file_engine_proto_rawDesc = "" +
 	"\aUnstage\x12\x1a.kvferry.v1.UnstageRequest\x1a\x1b.kvferry.v1.UnstageResponse\x129\n" +
 	"\x04Plan\x12\x17.kvferry.v1.PlanRequest\x1a\x18.kvferry.v1.PlanResponse\x12?\n" +
 	"\x06Commit\x12\x19.kvferry.v1.CommitRequest\x1a\x1a.kvferry.v1.CommitResponse\x12<\n" +
-	"\x05Abort\x12\x18.kvferry.v1.AbortRequest\x1a\x19.kvferry.v1.AbortResponse\x12B\n" +
+	"\x05Abort\x12\x18.kvferry.v1.AbortRequest\x1a\x19.kvferry.v1.AbortResponse\x129\n" +
+	"\x04Give\x12\x17.kvferry.v1.GiveRequest\x1a\x18.kvferry.v1.GiveResponse\x12B\n" +
 	"\aPublish\x12\x1a.kvferry.v1.PublishRequest\x1a\x1b.kvferry.v1.PublishResponse\x12T\n" +
 	"\rAdmitRetrieve\x12 .kvferry.v1.AdmitRetrieveRequest\x1a!.kvferry.v1.AdmitRetrieveResponse\x12?\n" +
 	"\x06Cancel\x12\x19.kvferry.v1.CancelRequest\x1a\x1a.kvferry.v1.CancelResponse\x12B\n" +
@@ -4259,7 +4737,7 @@ func file_engine_proto_rawDescGZIP() []byte {
 }
 
 var file_engine_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
+var file_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
 var file_engine_proto_goTypes = []any{
 	(Readiness)(0),                       // 0: kvferry.v1.Readiness
 	(Event_Kind)(0),                      // 1: kvferry.v1.Event.Kind
@@ -4278,143 +4756,157 @@ var file_engine_proto_goTypes = []any{
 	(*ResetResponse)(nil),                // 14: kvferry.v1.ResetResponse
 	(*RemoveRequest)(nil),                // 15: kvferry.v1.RemoveRequest
 	(*RemoveResponse)(nil),               // 16: kvferry.v1.RemoveResponse
-	(*Segment)(nil),                      // 17: kvferry.v1.Segment
-	(*Combined)(nil),                     // 18: kvferry.v1.Combined
-	(*Fork)(nil),                         // 19: kvferry.v1.Fork
-	(*AdmitRequest)(nil),                 // 20: kvferry.v1.AdmitRequest
-	(*AdmitResponse)(nil),                // 21: kvferry.v1.AdmitResponse
-	(*UnstageRequest)(nil),               // 22: kvferry.v1.UnstageRequest
-	(*UnstageResponse)(nil),              // 23: kvferry.v1.UnstageResponse
-	(*PlanRequest)(nil),                  // 24: kvferry.v1.PlanRequest
-	(*PlanResponse)(nil),                 // 25: kvferry.v1.PlanResponse
-	(*PlanOutput)(nil),                   // 26: kvferry.v1.PlanOutput
-	(*View)(nil),                         // 27: kvferry.v1.View
-	(*CommitRequest)(nil),                // 28: kvferry.v1.CommitRequest
-	(*CommitResponse)(nil),               // 29: kvferry.v1.CommitResponse
-	(*PublishResult)(nil),                // 30: kvferry.v1.PublishResult
-	(*AbortRequest)(nil),                 // 31: kvferry.v1.AbortRequest
-	(*AbortResponse)(nil),                // 32: kvferry.v1.AbortResponse
-	(*PublishRequest)(nil),               // 33: kvferry.v1.PublishRequest
-	(*PublishResponse)(nil),              // 34: kvferry.v1.PublishResponse
-	(*AdmitRetrieveRequest)(nil),         // 35: kvferry.v1.AdmitRetrieveRequest
-	(*AdmitRetrieveResponse)(nil),        // 36: kvferry.v1.AdmitRetrieveResponse
-	(*CancelRequest)(nil),                // 37: kvferry.v1.CancelRequest
-	(*CancelResponse)(nil),               // 38: kvferry.v1.CancelResponse
-	(*ReleaseRequest)(nil),               // 39: kvferry.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),              // 40: kvferry.v1.ReleaseResponse
-	(*OffloadRequest)(nil),               // 41: kvferry.v1.OffloadRequest
-	(*OffloadResponse)(nil),              // 42: kvferry.v1.OffloadResponse
-	(*ReloadRequest)(nil),                // 43: kvferry.v1.ReloadRequest
-	(*ReloadResponse)(nil),               // 44: kvferry.v1.ReloadResponse
-	(*IsOffloadedRequest)(nil),           // 45: kvferry.v1.IsOffloadedRequest
-	(*IsOffloadedResponse)(nil),          // 46: kvferry.v1.IsOffloadedResponse
-	(*ReclaimableRequest)(nil),           // 47: kvferry.v1.ReclaimableRequest
-	(*ReclaimableResponse)(nil),          // 48: kvferry.v1.ReclaimableResponse
-	(*WriteKVRequest)(nil),               // 49: kvferry.v1.WriteKVRequest
-	(*WriteKVResponse)(nil),              // 50: kvferry.v1.WriteKVResponse
-	(*ReadKVRequest)(nil),                // 51: kvferry.v1.ReadKVRequest
-	(*ReadKVResponse)(nil),               // 52: kvferry.v1.ReadKVResponse
-	(*ValidateWarmupRequest)(nil),        // 53: kvferry.v1.ValidateWarmupRequest
-	(*ValidateWarmupResponse)(nil),       // 54: kvferry.v1.ValidateWarmupResponse
-	(*EventsRequest)(nil),                // 55: kvferry.v1.EventsRequest
-	(*Event)(nil),                        // 56: kvferry.v1.Event
-	(*Failure)(nil),                      // 57: kvferry.v1.Failure
-	(*IngestRequest_ByNode)(nil),         // 58: kvferry.v1.IngestRequest.ByNode
-	(*IngestRequest_ByWalk)(nil),         // 59: kvferry.v1.IngestRequest.ByWalk
-	(*IngestRequest_Retention)(nil),      // 60: kvferry.v1.IngestRequest.Retention
-	(*AdmitRequest_Rows)(nil),            // 61: kvferry.v1.AdmitRequest.Rows
-	(*AdmitRequest_Lease)(nil),           // 62: kvferry.v1.AdmitRequest.Lease
-	(*PublishResponse_Length)(nil),       // 63: kvferry.v1.PublishResponse.Length
-	(*AdmitRetrieveResponse_Length)(nil), // 64: kvferry.v1.AdmitRetrieveResponse.Length
-	(*ValidateWarmupResponse_Rank)(nil),  // 65: kvferry.v1.ValidateWarmupResponse.Rank
-	(*Failure_Difference)(nil),           // 66: kvferry.v1.Failure.Difference
-	(*durationpb.Duration)(nil),          // 67: google.protobuf.Duration
+	(*Grant)(nil),                        // 17: kvferry.v1.Grant
+	(*GiveRequest)(nil),                  // 18: kvferry.v1.GiveRequest
+	(*GiveResponse)(nil),                 // 19: kvferry.v1.GiveResponse
+	(*Segment)(nil),                      // 20: kvferry.v1.Segment
+	(*Combined)(nil),                     // 21: kvferry.v1.Combined
+	(*Fork)(nil),                         // 22: kvferry.v1.Fork
+	(*AdmitRequest)(nil),                 // 23: kvferry.v1.AdmitRequest
+	(*AdmitResponse)(nil),                // 24: kvferry.v1.AdmitResponse
+	(*UnstageRequest)(nil),               // 25: kvferry.v1.UnstageRequest
+	(*UnstageResponse)(nil),              // 26: kvferry.v1.UnstageResponse
+	(*PlanRequest)(nil),                  // 27: kvferry.v1.PlanRequest
+	(*PlanResponse)(nil),                 // 28: kvferry.v1.PlanResponse
+	(*PlanOutput)(nil),                   // 29: kvferry.v1.PlanOutput
+	(*View)(nil),                         // 30: kvferry.v1.View
+	(*CommitRequest)(nil),                // 31: kvferry.v1.CommitRequest
+	(*CommitResponse)(nil),               // 32: kvferry.v1.CommitResponse
+	(*PublishResult)(nil),                // 33: kvferry.v1.PublishResult
+	(*AbortRequest)(nil),                 // 34: kvferry.v1.AbortRequest
+	(*AbortResponse)(nil),                // 35: kvferry.v1.AbortResponse
+	(*PublishRequest)(nil),               // 36: kvferry.v1.PublishRequest
+	(*PublishResponse)(nil),              // 37: kvferry.v1.PublishResponse
+	(*AdmitRetrieveRequest)(nil),         // 38: kvferry.v1.AdmitRetrieveRequest
+	(*AdmitRetrieveResponse)(nil),        // 39: kvferry.v1.AdmitRetrieveResponse
+	(*CancelRequest)(nil),                // 40: kvferry.v1.CancelRequest
+	(*CancelResponse)(nil),               // 41: kvferry.v1.CancelResponse
+	(*ReleaseRequest)(nil),               // 42: kvferry.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),              // 43: kvferry.v1.ReleaseResponse
+	(*OffloadRequest)(nil),               // 44: kvferry.v1.OffloadRequest
+	(*OffloadResponse)(nil),              // 45: kvferry.v1.OffloadResponse
+	(*ReloadRequest)(nil),                // 46: kvferry.v1.ReloadRequest
+	(*ReloadResponse)(nil),               // 47: kvferry.v1.ReloadResponse
+	(*IsOffloadedRequest)(nil),           // 48: kvferry.v1.IsOffloadedRequest
+	(*IsOffloadedResponse)(nil),          // 49: kvferry.v1.IsOffloadedResponse
+	(*ReclaimableRequest)(nil),           // 50: kvferry.v1.ReclaimableRequest
+	(*ReclaimableResponse)(nil),          // 51: kvferry.v1.ReclaimableResponse
+	(*WriteKVRequest)(nil),               // 52: kvferry.v1.WriteKVRequest
+	(*WriteKVResponse)(nil),              // 53: kvferry.v1.WriteKVResponse
+	(*ReadKVRequest)(nil),                // 54: kvferry.v1.ReadKVRequest
+	(*ReadKVResponse)(nil),               // 55: kvferry.v1.ReadKVResponse
+	(*ValidateWarmupRequest)(nil),        // 56: kvferry.v1.ValidateWarmupRequest
+	(*ValidateWarmupResponse)(nil),       // 57: kvferry.v1.ValidateWarmupResponse
+	(*EventsRequest)(nil),                // 58: kvferry.v1.EventsRequest
+	(*Event)(nil),                        // 59: kvferry.v1.Event
+	(*Lend)(nil),                         // 60: kvferry.v1.Lend
+	(*Lent)(nil),                         // 61: kvferry.v1.Lent
+	(*Failure)(nil),                      // 62: kvferry.v1.Failure
+	(*OpenResponse_Run)(nil),             // 63: kvferry.v1.OpenResponse.Run
+	(*IngestRequest_ByNode)(nil),         // 64: kvferry.v1.IngestRequest.ByNode
+	(*IngestRequest_ByWalk)(nil),         // 65: kvferry.v1.IngestRequest.ByWalk
+	(*IngestRequest_Retention)(nil),      // 66: kvferry.v1.IngestRequest.Retention
+	(*AdmitRequest_Rows)(nil),            // 67: kvferry.v1.AdmitRequest.Rows
+	(*AdmitRequest_Lease)(nil),           // 68: kvferry.v1.AdmitRequest.Lease
+	(*PublishResponse_Length)(nil),       // 69: kvferry.v1.PublishResponse.Length
+	(*AdmitRetrieveResponse_Length)(nil), // 70: kvferry.v1.AdmitRetrieveResponse.Length
+	(*ValidateWarmupResponse_Rank)(nil),  // 71: kvferry.v1.ValidateWarmupResponse.Rank
+	(*Lend_Arena)(nil),                   // 72: kvferry.v1.Lend.Arena
+	(*Failure_Difference)(nil),           // 73: kvferry.v1.Failure.Difference
+	(*durationpb.Duration)(nil),          // 74: google.protobuf.Duration
 }
 var file_engine_proto_depIdxs = []int32{
 	3,  // 0: kvferry.v1.OpenRequest.geometry:type_name -> kvferry.v1.Geometry
 	3,  // 1: kvferry.v1.OpenResponse.geometry:type_name -> kvferry.v1.Geometry
-	10, // 2: kvferry.v1.IngestRequest.needed:type_name -> kvferry.v1.Labels
-	58, // 3: kvferry.v1.IngestRequest.by_node:type_name -> kvferry.v1.IngestRequest.ByNode
-	59, // 4: kvferry.v1.IngestRequest.by_walk:type_name -> kvferry.v1.IngestRequest.ByWalk
-	60, // 5: kvferry.v1.IngestRequest.retention:type_name -> kvferry.v1.IngestRequest.Retention
-	17, // 6: kvferry.v1.AdmitRequest.segments:type_name -> kvferry.v1.Segment
-	18, // 7: kvferry.v1.AdmitRequest.combined:type_name -> kvferry.v1.Combined
-	19, // 8: kvferry.v1.AdmitRequest.pre_forks:type_name -> kvferry.v1.Fork
-	19, // 9: kvferry.v1.AdmitRequest.post_forks:type_name -> kvferry.v1.Fork
-	61, // 10: kvferry.v1.AdmitRequest.rows:type_name -> kvferry.v1.AdmitRequest.Rows
-	62, // 11: kvferry.v1.AdmitRequest.lease:type_name -> kvferry.v1.AdmitRequest.Lease
-	26, // 12: kvferry.v1.AdmitResponse.plans:type_name -> kvferry.v1.PlanOutput
-	26, // 13: kvferry.v1.PlanResponse.plans:type_name -> kvferry.v1.PlanOutput
-	27, // 14: kvferry.v1.PlanOutput.views:type_name -> kvferry.v1.View
-	33, // 15: kvferry.v1.CommitRequest.publish:type_name -> kvferry.v1.PublishRequest
-	30, // 16: kvferry.v1.CommitResponse.published:type_name -> kvferry.v1.PublishResult
-	34, // 17: kvferry.v1.PublishResult.response:type_name -> kvferry.v1.PublishResponse
-	57, // 18: kvferry.v1.PublishResult.failure:type_name -> kvferry.v1.Failure
-	67, // 19: kvferry.v1.PublishRequest.hold:type_name -> google.protobuf.Duration
-	63, // 20: kvferry.v1.PublishResponse.lengths:type_name -> kvferry.v1.PublishResponse.Length
-	67, // 21: kvferry.v1.AdmitRetrieveRequest.wait:type_name -> google.protobuf.Duration
-	0,  // 22: kvferry.v1.AdmitRetrieveResponse.readiness:type_name -> kvferry.v1.Readiness
-	64, // 23: kvferry.v1.AdmitRetrieveResponse.lengths:type_name -> kvferry.v1.AdmitRetrieveResponse.Length
-	65, // 24: kvferry.v1.ValidateWarmupResponse.ranks:type_name -> kvferry.v1.ValidateWarmupResponse.Rank
-	1,  // 25: kvferry.v1.Event.kind:type_name -> kvferry.v1.Event.Kind
-	57, // 26: kvferry.v1.Event.failure:type_name -> kvferry.v1.Failure
-	2,  // 27: kvferry.v1.Failure.code:type_name -> kvferry.v1.Failure.Code
-	66, // 28: kvferry.v1.Failure.differences:type_name -> kvferry.v1.Failure.Difference
-	10, // 29: kvferry.v1.IngestRequest.ByNode.labels:type_name -> kvferry.v1.Labels
-	10, // 30: kvferry.v1.IngestRequest.ByWalk.labels:type_name -> kvferry.v1.Labels
-	4,  // 31: kvferry.v1.Engine.Open:input_type -> kvferry.v1.OpenRequest
-	6,  // 32: kvferry.v1.Engine.OpenArena:input_type -> kvferry.v1.OpenArenaRequest
-	8,  // 33: kvferry.v1.Engine.Close:input_type -> kvferry.v1.CloseRequest
-	11, // 34: kvferry.v1.Engine.Ingest:input_type -> kvferry.v1.IngestRequest
-	13, // 35: kvferry.v1.Engine.Reset:input_type -> kvferry.v1.ResetRequest
-	15, // 36: kvferry.v1.Engine.Remove:input_type -> kvferry.v1.RemoveRequest
-	20, // 37: kvferry.v1.Engine.Admit:input_type -> kvferry.v1.AdmitRequest
-	20, // 38: kvferry.v1.Engine.Stage:input_type -> kvferry.v1.AdmitRequest
-	22, // 39: kvferry.v1.Engine.Unstage:input_type -> kvferry.v1.UnstageRequest
-	24, // 40: kvferry.v1.Engine.Plan:input_type -> kvferry.v1.PlanRequest
-	28, // 41: kvferry.v1.Engine.Commit:input_type -> kvferry.v1.CommitRequest
-	31, // 42: kvferry.v1.Engine.Abort:input_type -> kvferry.v1.AbortRequest
-	33, // 43: kvferry.v1.Engine.Publish:input_type -> kvferry.v1.PublishRequest
-	35, // 44: kvferry.v1.Engine.AdmitRetrieve:input_type -> kvferry.v1.AdmitRetrieveRequest
-	37, // 45: kvferry.v1.Engine.Cancel:input_type -> kvferry.v1.CancelRequest
-	39, // 46: kvferry.v1.Engine.Release:input_type -> kvferry.v1.ReleaseRequest
-	41, // 47: kvferry.v1.Engine.Offload:input_type -> kvferry.v1.OffloadRequest
-	43, // 48: kvferry.v1.Engine.Reload:input_type -> kvferry.v1.ReloadRequest
-	45, // 49: kvferry.v1.Engine.IsOffloaded:input_type -> kvferry.v1.IsOffloadedRequest
-	47, // 50: kvferry.v1.Engine.Reclaimable:input_type -> kvferry.v1.ReclaimableRequest
-	49, // 51: kvferry.v1.Engine.WriteKV:input_type -> kvferry.v1.WriteKVRequest
-	51, // 52: kvferry.v1.Engine.ReadKV:input_type -> kvferry.v1.ReadKVRequest
-	53, // 53: kvferry.v1.Engine.ValidateWarmup:input_type -> kvferry.v1.ValidateWarmupRequest
-	55, // 54: kvferry.v1.Engine.Events:input_type -> kvferry.v1.EventsRequest
-	5,  // 55: kvferry.v1.Engine.Open:output_type -> kvferry.v1.OpenResponse
-	7,  // 56: kvferry.v1.Engine.OpenArena:output_type -> kvferry.v1.OpenArenaResponse
-	9,  // 57: kvferry.v1.Engine.Close:output_type -> kvferry.v1.CloseResponse
-	12, // 58: kvferry.v1.Engine.Ingest:output_type -> kvferry.v1.IngestResponse
-	14, // 59: kvferry.v1.Engine.Reset:output_type -> kvferry.v1.ResetResponse
-	16, // 60: kvferry.v1.Engine.Remove:output_type -> kvferry.v1.RemoveResponse
-	21, // 61: kvferry.v1.Engine.Admit:output_type -> kvferry.v1.AdmitResponse
-	21, // 62: kvferry.v1.Engine.Stage:output_type -> kvferry.v1.AdmitResponse
-	23, // 63: kvferry.v1.Engine.Unstage:output_type -> kvferry.v1.UnstageResponse
-	25, // 64: kvferry.v1.Engine.Plan:output_type -> kvferry.v1.PlanResponse
-	29, // 65: kvferry.v1.Engine.Commit:output_type -> kvferry.v1.CommitResponse
-	32, // 66: kvferry.v1.Engine.Abort:output_type -> kvferry.v1.AbortResponse
-	34, // 67: kvferry.v1.Engine.Publish:output_type -> kvferry.v1.PublishResponse
-	36, // 68: kvferry.v1.Engine.AdmitRetrieve:output_type -> kvferry.v1.AdmitRetrieveResponse
-	38, // 69: kvferry.v1.Engine.Cancel:output_type -> kvferry.v1.CancelResponse
-	40, // 70: kvferry.v1.Engine.Release:output_type -> kvferry.v1.ReleaseResponse
-	42, // 71: kvferry.v1.Engine.Offload:output_type -> kvferry.v1.OffloadResponse
-	44, // 72: kvferry.v1.Engine.Reload:output_type -> kvferry.v1.ReloadResponse
-	46, // 73: kvferry.v1.Engine.IsOffloaded:output_type -> kvferry.v1.IsOffloadedResponse
-	48, // 74: kvferry.v1.Engine.Reclaimable:output_type -> kvferry.v1.ReclaimableResponse
-	50, // 75: kvferry.v1.Engine.WriteKV:output_type -> kvferry.v1.WriteKVResponse
-	52, // 76: kvferry.v1.Engine.ReadKV:output_type -> kvferry.v1.ReadKVResponse
-	54, // 77: kvferry.v1.Engine.ValidateWarmup:output_type -> kvferry.v1.ValidateWarmupResponse
-	56, // 78: kvferry.v1.Engine.Events:output_type -> kvferry.v1.Event
-	55, // [55:79] is the sub-list for method output_type
-	31, // [31:55] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	63, // 2: kvferry.v1.OpenResponse.pages:type_name -> kvferry.v1.OpenResponse.Run
+	10, // 3: kvferry.v1.IngestRequest.needed:type_name -> kvferry.v1.Labels
+	64, // 4: kvferry.v1.IngestRequest.by_node:type_name -> kvferry.v1.IngestRequest.ByNode
+	65, // 5: kvferry.v1.IngestRequest.by_walk:type_name -> kvferry.v1.IngestRequest.ByWalk
+	66, // 6: kvferry.v1.IngestRequest.retention:type_name -> kvferry.v1.IngestRequest.Retention
+	17, // 7: kvferry.v1.GiveRequest.grants:type_name -> kvferry.v1.Grant
+	20, // 8: kvferry.v1.AdmitRequest.segments:type_name -> kvferry.v1.Segment
+	21, // 9: kvferry.v1.AdmitRequest.combined:type_name -> kvferry.v1.Combined
+	22, // 10: kvferry.v1.AdmitRequest.pre_forks:type_name -> kvferry.v1.Fork
+	22, // 11: kvferry.v1.AdmitRequest.post_forks:type_name -> kvferry.v1.Fork
+	67, // 12: kvferry.v1.AdmitRequest.rows:type_name -> kvferry.v1.AdmitRequest.Rows
+	68, // 13: kvferry.v1.AdmitRequest.lease:type_name -> kvferry.v1.AdmitRequest.Lease
+	17, // 14: kvferry.v1.AdmitRequest.grants:type_name -> kvferry.v1.Grant
+	29, // 15: kvferry.v1.AdmitResponse.plans:type_name -> kvferry.v1.PlanOutput
+	29, // 16: kvferry.v1.PlanResponse.plans:type_name -> kvferry.v1.PlanOutput
+	30, // 17: kvferry.v1.PlanOutput.views:type_name -> kvferry.v1.View
+	36, // 18: kvferry.v1.CommitRequest.publish:type_name -> kvferry.v1.PublishRequest
+	33, // 19: kvferry.v1.CommitResponse.published:type_name -> kvferry.v1.PublishResult
+	37, // 20: kvferry.v1.PublishResult.response:type_name -> kvferry.v1.PublishResponse
+	62, // 21: kvferry.v1.PublishResult.failure:type_name -> kvferry.v1.Failure
+	74, // 22: kvferry.v1.PublishRequest.hold:type_name -> google.protobuf.Duration
+	69, // 23: kvferry.v1.PublishResponse.lengths:type_name -> kvferry.v1.PublishResponse.Length
+	74, // 24: kvferry.v1.AdmitRetrieveRequest.wait:type_name -> google.protobuf.Duration
+	17, // 25: kvferry.v1.AdmitRetrieveRequest.grants:type_name -> kvferry.v1.Grant
+	0,  // 26: kvferry.v1.AdmitRetrieveResponse.readiness:type_name -> kvferry.v1.Readiness
+	70, // 27: kvferry.v1.AdmitRetrieveResponse.lengths:type_name -> kvferry.v1.AdmitRetrieveResponse.Length
+	71, // 28: kvferry.v1.ValidateWarmupResponse.ranks:type_name -> kvferry.v1.ValidateWarmupResponse.Rank
+	1,  // 29: kvferry.v1.Event.kind:type_name -> kvferry.v1.Event.Kind
+	62, // 30: kvferry.v1.Event.failure:type_name -> kvferry.v1.Failure
+	72, // 31: kvferry.v1.Lend.arenas:type_name -> kvferry.v1.Lend.Arena
+	2,  // 32: kvferry.v1.Failure.code:type_name -> kvferry.v1.Failure.Code
+	73, // 33: kvferry.v1.Failure.differences:type_name -> kvferry.v1.Failure.Difference
+	10, // 34: kvferry.v1.IngestRequest.ByNode.labels:type_name -> kvferry.v1.Labels
+	10, // 35: kvferry.v1.IngestRequest.ByWalk.labels:type_name -> kvferry.v1.Labels
+	4,  // 36: kvferry.v1.Engine.Open:input_type -> kvferry.v1.OpenRequest
+	6,  // 37: kvferry.v1.Engine.OpenArena:input_type -> kvferry.v1.OpenArenaRequest
+	8,  // 38: kvferry.v1.Engine.Close:input_type -> kvferry.v1.CloseRequest
+	11, // 39: kvferry.v1.Engine.Ingest:input_type -> kvferry.v1.IngestRequest
+	13, // 40: kvferry.v1.Engine.Reset:input_type -> kvferry.v1.ResetRequest
+	15, // 41: kvferry.v1.Engine.Remove:input_type -> kvferry.v1.RemoveRequest
+	23, // 42: kvferry.v1.Engine.Admit:input_type -> kvferry.v1.AdmitRequest
+	23, // 43: kvferry.v1.Engine.Stage:input_type -> kvferry.v1.AdmitRequest
+	25, // 44: kvferry.v1.Engine.Unstage:input_type -> kvferry.v1.UnstageRequest
+	27, // 45: kvferry.v1.Engine.Plan:input_type -> kvferry.v1.PlanRequest
+	31, // 46: kvferry.v1.Engine.Commit:input_type -> kvferry.v1.CommitRequest
+	34, // 47: kvferry.v1.Engine.Abort:input_type -> kvferry.v1.AbortRequest
+	18, // 48: kvferry.v1.Engine.Give:input_type -> kvferry.v1.GiveRequest
+	36, // 49: kvferry.v1.Engine.Publish:input_type -> kvferry.v1.PublishRequest
+	38, // 50: kvferry.v1.Engine.AdmitRetrieve:input_type -> kvferry.v1.AdmitRetrieveRequest
+	40, // 51: kvferry.v1.Engine.Cancel:input_type -> kvferry.v1.CancelRequest
+	42, // 52: kvferry.v1.Engine.Release:input_type -> kvferry.v1.ReleaseRequest
+	44, // 53: kvferry.v1.Engine.Offload:input_type -> kvferry.v1.OffloadRequest
+	46, // 54: kvferry.v1.Engine.Reload:input_type -> kvferry.v1.ReloadRequest
+	48, // 55: kvferry.v1.Engine.IsOffloaded:input_type -> kvferry.v1.IsOffloadedRequest
+	50, // 56: kvferry.v1.Engine.Reclaimable:input_type -> kvferry.v1.ReclaimableRequest
+	52, // 57: kvferry.v1.Engine.WriteKV:input_type -> kvferry.v1.WriteKVRequest
+	54, // 58: kvferry.v1.Engine.ReadKV:input_type -> kvferry.v1.ReadKVRequest
+	56, // 59: kvferry.v1.Engine.ValidateWarmup:input_type -> kvferry.v1.ValidateWarmupRequest
+	58, // 60: kvferry.v1.Engine.Events:input_type -> kvferry.v1.EventsRequest
+	5,  // 61: kvferry.v1.Engine.Open:output_type -> kvferry.v1.OpenResponse
+	7,  // 62: kvferry.v1.Engine.OpenArena:output_type -> kvferry.v1.OpenArenaResponse
+	9,  // 63: kvferry.v1.Engine.Close:output_type -> kvferry.v1.CloseResponse
+	12, // 64: kvferry.v1.Engine.Ingest:output_type -> kvferry.v1.IngestResponse
+	14, // 65: kvferry.v1.Engine.Reset:output_type -> kvferry.v1.ResetResponse
+	16, // 66: kvferry.v1.Engine.Remove:output_type -> kvferry.v1.RemoveResponse
+	24, // 67: kvferry.v1.Engine.Admit:output_type -> kvferry.v1.AdmitResponse
+	24, // 68: kvferry.v1.Engine.Stage:output_type -> kvferry.v1.AdmitResponse
+	26, // 69: kvferry.v1.Engine.Unstage:output_type -> kvferry.v1.UnstageResponse
+	28, // 70: kvferry.v1.Engine.Plan:output_type -> kvferry.v1.PlanResponse
+	32, // 71: kvferry.v1.Engine.Commit:output_type -> kvferry.v1.CommitResponse
+	35, // 72: kvferry.v1.Engine.Abort:output_type -> kvferry.v1.AbortResponse
+	19, // 73: kvferry.v1.Engine.Give:output_type -> kvferry.v1.GiveResponse
+	37, // 74: kvferry.v1.Engine.Publish:output_type -> kvferry.v1.PublishResponse
+	39, // 75: kvferry.v1.Engine.AdmitRetrieve:output_type -> kvferry.v1.AdmitRetrieveResponse
+	41, // 76: kvferry.v1.Engine.Cancel:output_type -> kvferry.v1.CancelResponse
+	43, // 77: kvferry.v1.Engine.Release:output_type -> kvferry.v1.ReleaseResponse
+	45, // 78: kvferry.v1.Engine.Offload:output_type -> kvferry.v1.OffloadResponse
+	47, // 79: kvferry.v1.Engine.Reload:output_type -> kvferry.v1.ReloadResponse
+	49, // 80: kvferry.v1.Engine.IsOffloaded:output_type -> kvferry.v1.IsOffloadedResponse
+	51, // 81: kvferry.v1.Engine.Reclaimable:output_type -> kvferry.v1.ReclaimableResponse
+	53, // 82: kvferry.v1.Engine.WriteKV:output_type -> kvferry.v1.WriteKVResponse
+	55, // 83: kvferry.v1.Engine.ReadKV:output_type -> kvferry.v1.ReadKVResponse
+	57, // 84: kvferry.v1.Engine.ValidateWarmup:output_type -> kvferry.v1.ValidateWarmupResponse
+	59, // 85: kvferry.v1.Engine.Events:output_type -> kvferry.v1.Event
+	61, // [61:86] is the sub-list for method output_type
+	36, // [36:61] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_engine_proto_init() }
@@ -4428,7 +4920,7 @@ func file_engine_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_engine_proto_rawDesc), len(file_engine_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   64,
+			NumMessages:   71,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

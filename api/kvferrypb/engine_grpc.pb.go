@@ -31,6 +31,7 @@ const (
 	Engine_Plan_FullMethodName           = "/kvferry.v1.Engine/Plan"
 	Engine_Commit_FullMethodName         = "/kvferry.v1.Engine/Commit"
 	Engine_Abort_FullMethodName          = "/kvferry.v1.Engine/Abort"
+	Engine_Give_FullMethodName           = "/kvferry.v1.Engine/Give"
 	Engine_Publish_FullMethodName        = "/kvferry.v1.Engine/Publish"
 	Engine_AdmitRetrieve_FullMethodName  = "/kvferry.v1.Engine/AdmitRetrieve"
 	Engine_Cancel_FullMethodName         = "/kvferry.v1.Engine/Cancel"
@@ -57,7 +58,7 @@ type EngineClient interface {
 	// geometry that differs from the node's configuration.
 	Open(ctx context.Context, in *OpenRequest, opts ...grpc.CallOption) (*OpenResponse, error)
 	// OpenArena returns a one-time token. Send it over "<engine socket>.fd" to
-	// get the arena's memfd (SCM_RIGHTS).
+	// get the arena's memfd (SCM_RIGHTS), or what imports memory of a device.
 	OpenArena(ctx context.Context, in *OpenArenaRequest, opts ...grpc.CallOption) (*OpenArenaResponse, error)
 	// Close ends the session at once, as the loss of the Events stream does after the grace.
 	Close(ctx context.Context, in *CloseRequest, opts ...grpc.CallOption) (*CloseResponse, error)
@@ -78,6 +79,10 @@ type EngineClient interface {
 	// Commit makes the step's tokens and forks part of the streams, then publishes.
 	Commit(ctx context.Context, in *CommitRequest, opts ...grpc.CallOption) (*CommitResponse, error)
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
+	// Give gives pages to streams, where the engine chooses them (arena.allocate):
+	// the streams use them in the order in which they were given. All or none, and
+	// none with PAGES.
+	Give(ctx context.Context, in *GiveRequest, opts ...grpc.CallOption) (*GiveResponse, error)
 	Publish(ctx context.Context, in *PublishRequest, opts ...grpc.CallOption) (*PublishResponse, error)
 	// AdmitRetrieve brings in what others published of a request. With wait it
 	// returns when ready or failed, or when the wait is over, which ends no read:
@@ -238,6 +243,16 @@ func (c *engineClient) Abort(ctx context.Context, in *AbortRequest, opts ...grpc
 	return out, nil
 }
 
+func (c *engineClient) Give(ctx context.Context, in *GiveRequest, opts ...grpc.CallOption) (*GiveResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GiveResponse)
+	err := c.cc.Invoke(ctx, Engine_Give_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *engineClient) Publish(ctx context.Context, in *PublishRequest, opts ...grpc.CallOption) (*PublishResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(PublishResponse)
@@ -373,7 +388,7 @@ type EngineServer interface {
 	// geometry that differs from the node's configuration.
 	Open(context.Context, *OpenRequest) (*OpenResponse, error)
 	// OpenArena returns a one-time token. Send it over "<engine socket>.fd" to
-	// get the arena's memfd (SCM_RIGHTS).
+	// get the arena's memfd (SCM_RIGHTS), or what imports memory of a device.
 	OpenArena(context.Context, *OpenArenaRequest) (*OpenArenaResponse, error)
 	// Close ends the session at once, as the loss of the Events stream does after the grace.
 	Close(context.Context, *CloseRequest) (*CloseResponse, error)
@@ -394,6 +409,10 @@ type EngineServer interface {
 	// Commit makes the step's tokens and forks part of the streams, then publishes.
 	Commit(context.Context, *CommitRequest) (*CommitResponse, error)
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
+	// Give gives pages to streams, where the engine chooses them (arena.allocate):
+	// the streams use them in the order in which they were given. All or none, and
+	// none with PAGES.
+	Give(context.Context, *GiveRequest) (*GiveResponse, error)
 	Publish(context.Context, *PublishRequest) (*PublishResponse, error)
 	// AdmitRetrieve brings in what others published of a request. With wait it
 	// returns when ready or failed, or when the wait is over, which ends no read:
@@ -469,6 +488,9 @@ func (UnimplementedEngineServer) Commit(context.Context, *CommitRequest) (*Commi
 }
 func (UnimplementedEngineServer) Abort(context.Context, *AbortRequest) (*AbortResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Abort not implemented")
+}
+func (UnimplementedEngineServer) Give(context.Context, *GiveRequest) (*GiveResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Give not implemented")
 }
 func (UnimplementedEngineServer) Publish(context.Context, *PublishRequest) (*PublishResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Publish not implemented")
@@ -743,6 +765,24 @@ func _Engine_Abort_Handler(srv interface{}, ctx context.Context, dec func(interf
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Engine_Give_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GiveRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EngineServer).Give(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Engine_Give_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EngineServer).Give(ctx, req.(*GiveRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Engine_Publish_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(PublishRequest)
 	if err := dec(in); err != nil {
@@ -1002,6 +1042,10 @@ var Engine_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Abort",
 			Handler:    _Engine_Abort_Handler,
+		},
+		{
+			MethodName: "Give",
+			Handler:    _Engine_Give_Handler,
 		},
 		{
 			MethodName: "Publish",

@@ -21,6 +21,7 @@ func newArena(t *target) *cobra.Command {
 			list := newTable(w)
 			list.AppendRow([]any{"geometry", formatGeometry(m.GetGeometry())})
 			list.AppendRow([]any{"memory", fmt.Sprintf("%s a rank, ranks %d", formatBytes(m.GetBytesPerRank()), m.GetRanks())})
+			list.AppendRow([]any{"lies in", formatMemory(m.GetMemory())})
 			list.AppendRow([]any{"pages", formatPages(m.GetPages())})
 			list.AppendRow([]any{"host pages", formatHostPages(m.GetPages())})
 			list.Render()

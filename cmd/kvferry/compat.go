@@ -115,7 +115,10 @@ func readSide(path string) (side, error) {
 	if err := conf.Validate(); err != nil {
 		return side{}, fmt.Errorf("%s: %w", path, err)
 	}
-	s := side{name: path, geometry: conf.Geometry(), ranks: conf.Arena.Ranks, transports: conf.Transfer.Transports, config: conf}
+	s := side{name: path, geometry: conf.Geometry(), ranks: conf.Arena.Ranks, transports: slices.Clone(conf.Transfer.Transports), config: conf}
+	if conf.Arena.Memory == config.HostMemory {
+		s.transports = slices.DeleteFunc(s.transports, func(t string) bool { return t == "cudaipc" })
+	}
 	if one := conf.Transfer.Require; one != "" {
 		s.transports = []string{one}
 	}
@@ -236,7 +239,9 @@ func compare(a, b side) comparison {
 	if a.transports != nil && b.transports != nil {
 		c.Transports = slices.DeleteFunc(slices.Clone(a.transports), func(t string) bool { return !slices.Contains(b.transports, t) })
 		for _, t := range []struct{ name, takes string }{
-			{"shm", "shm if they share a host and transfer.rendezvous"}, {"rdma", "rdma if they have devices of one fabric"},
+			{"cudaipc", "cudaipc if they share a host, its GPUs, and transfer.rendezvous"},
+			{"shm", "shm if they share a host and transfer.rendezvous"},
+			{"rdma", "rdma if they have devices of one fabric"},
 		} {
 			if slices.Contains(c.Transports, t.name) && !a.inUse && !b.inUse {
 				c.only = append(c.only, t.takes)

@@ -112,9 +112,17 @@ certificates are read, if it names any. Exit code 1 if there is a mistake.`,
 			}
 			l := c.Geometry().Layout
 			memory := fmt.Sprintf("%d pages of %d tokens, %s a rank", l.Pages, l.PageSize, config.Size(l.Bytes()))
+			inHost := l.Bytes() // of one rank
+			switch c.Arena.Memory {
+			case config.HostMemory:
+			case config.EngineMemory:
+				memory, inHost = memory+" in the engine's memory", 0
+			default:
+				memory, inHost = memory+" in the memory of "+c.Arena.Memory, 0
+			}
 			if host, ok := c.HostLayout(); ok {
-				memory += fmt.Sprintf(", and %d on the host, %s a rank: %s in all",
-					host.Pages, config.Size(host.Bytes()), config.Size(int64(len(c.Arena.Ranks))*(l.Bytes()+host.Bytes())))
+				memory += fmt.Sprintf(", and %d on the host, %s a rank: %s of host memory in all",
+					host.Pages, config.Size(host.Bytes()), config.Size(int64(len(c.Arena.Ranks))*(inHost+host.Bytes())))
 			}
 			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is valid: node %s, %s, ranks %v of %d, %s\n",
 				args[0], c.Node.Name, c.Node.Role, c.Arena.Ranks, c.Arena.WorldSize, memory)

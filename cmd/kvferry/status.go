@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -49,6 +50,10 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 	for _, a := range s.GetAddresses() {
 		add(a.GetName(), a.GetAddress())
 	}
+	add("memory", formatMemory(s.GetMemory()))
+	for _, d := range s.GetDevices() {
+		add(fmt.Sprintf("gpu %d", d.GetOrdinal()), formatDevice(d))
+	}
 	add("pages", formatPages(s.GetPages()))
 	add("host pages", formatHostPages(s.GetPages()))
 	add("requests", s.GetRequests())
@@ -58,14 +63,14 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 	add("members", s.GetMembers())
 	list.Render()
 	fmt.Fprintln(w)
-	rows := newTable(w, "transport", "available", "read", "served", "reads", "failures", "stale", "reason")
+	rows := newTable(w, "transport", "available", "read", "served", "staged", "reads", "failures", "stale", "reason")
 	for _, t := range s.GetTransports() {
 		served := "-" // peers read by themselves, or not at all
 		if t.ServedBytes != nil {
 			served = formatBytes(t.GetServedBytes())
 		}
 		rows.AppendRow([]any{
-			t.GetName(), t.GetAvailable(), formatBytes(t.GetReadBytes()), served,
+			t.GetName(), t.GetAvailable(), formatBytes(t.GetReadBytes()), served, formatBytes(t.GetStagedBytes()),
 			t.GetReads(), t.GetFailures(), t.GetStale(), orDash(t.GetReason()),
 		})
 	}
@@ -75,11 +80,11 @@ func showStatus(w io.Writer, s *kvferrypb.StatusResponse) {
 
 // showPorts shows those of the devices that a node reads with, if it has any.
 func showPorts(w io.Writer, transports []*kvferrypb.TransportStatus) {
-	rows := newTable(w, "port", "link", "address", "lanes", "state")
+	rows := newTable(w, "port", "link", "address", "lanes", "memory", "state")
 	for _, t := range transports {
 		for _, p := range t.GetPorts() {
 			rows.AppendRow([]any{
-				fmt.Sprintf("%s:%d", p.GetDevice(), p.GetPort()), p.GetLink(), orDash(p.GetGid()), p.GetLanes(), p.GetState(),
+				fmt.Sprintf("%s:%d", p.GetDevice(), p.GetPort()), p.GetLink(), orDash(p.GetGid()), p.GetLanes(), formatReach(p), p.GetState(),
 			})
 		}
 	}
@@ -87,6 +92,45 @@ func showPorts(w io.Writer, transports []*kvferrypb.TransportStatus) {
 		fmt.Fprintln(w)
 		rows.Render()
 	}
+}
+
+// formatReach is how a card reaches the arenas.
+func formatReach(p *kvferrypb.TransportStatus_Port) string {
+	if p.GetWhy() == "" {
+		return p.GetMemory()
+	}
+	return fmt.Sprintf("%s: %s", p.GetMemory(), p.GetWhy())
+}
+
+// formatMemory says where the arenas lie, once if it is one place.
+func formatMemory(all []*kvferrypb.Memory) string {
+	var places []string
+	for _, m := range all {
+		places = append(places, m.GetPlace())
+	}
+	if one := slices.Compact(slices.Clone(places)); len(one) == 1 {
+		return one[0]
+	}
+	for i, m := range all {
+		places[i] = fmt.Sprintf("rank %d: %s", m.GetRank(), places[i])
+	}
+	return strings.Join(places, "; ")
+}
+
+func formatDevice(d *kvferrypb.Device) string {
+	if d.GetFailed() != "" {
+		return fmt.Sprintf("%s, %s: %s", d.GetName(), d.GetUuid(), d.GetFailed())
+	}
+	said := []string{d.GetName(), d.GetUuid(), d.GetBus(), formatBytes(d.GetBytes()), fmt.Sprintf("CUDA %d.%d", d.GetDriver()/1000, d.GetDriver()%1000/10)}
+	for _, can := range []struct {
+		is   bool
+		what string
+	}{{d.GetBatch(), "batches"}, {d.GetDmabuf(), "dma-buf"}, {d.GetPeermem(), "peermem"}} {
+		if can.is {
+			said = append(said, can.what)
+		}
+	}
+	return strings.Join(said, ", ")
 }
 
 func formatModel(g *kvferrypb.Geometry) string {
@@ -98,8 +142,12 @@ func formatGeometry(g *kvferrypb.Geometry) string {
 }
 
 func formatPages(p *kvferrypb.PageCounts) string {
-	return fmt.Sprintf("%d: %d free, %d owned, %d limbo, %d quarantine, %d sink; %d published",
-		p.GetTotal(), p.GetFree(), p.GetOwned(), p.GetLimbo(), p.GetQuarantine(), p.GetSink(), p.GetPublished())
+	engine := ""
+	if n := p.GetEngine(); n > 0 {
+		engine = fmt.Sprintf(", %d the engine's", n)
+	}
+	return fmt.Sprintf("%d: %d free, %d owned, %d limbo, %d quarantine, %d sink%s; %d published",
+		p.GetTotal(), p.GetFree(), p.GetOwned(), p.GetLimbo(), p.GetQuarantine(), p.GetSink(), engine, p.GetPublished())
 }
 
 func formatHostPages(p *kvferrypb.PageCounts) string {

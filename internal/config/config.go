@@ -11,7 +11,8 @@
 //
 // The file is YAML of the plain kind: groups, keys, scalars, lists. Unknown
 // and repeated keys are errors, and so are anchors, aliases, tags, and a second
-// document. What is not built yet has no key: there is no memory of a GPU.
+// document. Whether this machine has what a configuration asks for, such as a
+// GPU, is not looked at here.
 package config
 
 import (
@@ -73,10 +74,18 @@ type Ports struct {
 
 // Arena is the KV memory of each local rank, and what engine it is of.
 type Arena struct {
-	Ranks     []int  `yaml:"ranks"`      // local ranks, ascending
-	WorldSize int    `yaml:"world_size"` // ranks of the whole engine; default: the last local rank + 1
-	Memory    string `yaml:"memory"`     // host
-	HugePages string `yaml:"huge_pages"` // auto or never
+	Ranks     []int `yaml:"ranks"`      // local ranks, ascending
+	WorldSize int   `yaml:"world_size"` // ranks of the whole engine; default: the last local rank + 1
+	// Memory says where the arenas lie: in host memory ([HostMemory]), in that of
+	// the devices that it names ([Arena.Devices]), or where the engine has them
+	// ([EngineMemory]).
+	Memory string `yaml:"memory"`
+	// Allocate says who gives pages to requests: node, or, of memory of its own,
+	// engine.
+	Allocate string `yaml:"allocate"`
+	// CUDALibrary is the path of libcuda; "": where the loader finds it.
+	CUDALibrary string `yaml:"cuda_library"`
+	HugePages   string `yaml:"huge_pages"` // of host memory: auto or never
 
 	Model    string `yaml:"model"`
 	Revision string `yaml:"revision"`
@@ -120,8 +129,11 @@ type Transfer struct {
 	// Verify page compares what has landed with checksums that the owner makes
 	// when it publishes, if it is set there, too; none does not.
 	Verify string `yaml:"verify"`
-	RDMA   RDMA   `yaml:"rdma"`
-	Limits Limits `yaml:"limits"`
+	// Staging is the host memory through which bytes of device memory go where
+	// nothing moves them from device to device, for all transports together.
+	Staging Size   `yaml:"staging"`
+	RDMA    RDMA   `yaml:"rdma"`
+	Limits  Limits `yaml:"limits"`
 }
 
 // RDMA is how rdma reads. What is left at its default fits most fabrics.
@@ -215,10 +227,11 @@ func Default() *Config {
 	return &Config{
 		Node:  Node{Role: "both", Bind: netip.AddrFrom4([4]byte{127, 0, 0, 1})},
 		Ports: Ports{Gossip: 7900, Peer: 7901, Data: 7902, HTTP: 7903},
-		Arena: Arena{Ranks: []int{0}, Memory: "host", HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
+		Arena: Arena{Ranks: []int{0}, Memory: HostMemory, Allocate: NodeAllocates, HugePages: "auto", Evict: "recent", DType: "bf16", Layout: "NHD"},
 		Transfer: Transfer{
 			Verify:     "none",
-			Transports: []string{"shm", "rdma", "tcp"},
+			Transports: Transports(),
+			Staging:    64 << 20,
 			RDMA:       RDMA{GIDIndex: -1, Timeout: 14, RetryCount: 6},
 			Limits: Limits{
 				InFlight: 64, Bytes: 256 << 20, Waiting: 4096, Slice: 32 << 20,

@@ -143,7 +143,7 @@ func TestGoodDocuments(t *testing.T) {
 		}},
 		"transports": {minimal, func(c *Config) bool {
 			r := RDMA{GIDIndex: -1, Timeout: 14, RetryCount: 6}
-			return slices.Equal(c.Transfer.Transports, []string{"shm", "rdma", "tcp"}) && reflect.DeepEqual(c.Transfer.RDMA, r)
+			return slices.Equal(c.Transfer.Transports, []string{"cudaipc", "shm", "rdma", "tcp"}) && reflect.DeepEqual(c.Transfer.RDMA, r)
 		}},
 		"RDMA": {
 			minimal + "transfer: {require: rdma, rdma: {devices: ['mlx5_0:1', 'mlx5_0:2', mlx5_1], mtu: 1024, retry_count: 1, gid_index: 0}}",
@@ -151,6 +151,35 @@ func TestGoodDocuments(t *testing.T) {
 				r := RDMA{Devices: []string{"mlx5_0:1", "mlx5_0:2", "mlx5_1"}, MTU: 1024, Timeout: 14, RetryCount: 1}
 				return reflect.DeepEqual(c.Transfer.RDMA, r)
 			},
+		},
+		"host memory": {minimal, func(c *Config) bool {
+			return c.Arena.Memory == HostMemory && c.Arena.Devices() == nil && c.Arena.CUDALibrary == "" && c.Transfer.Staging == 64<<20
+		}},
+		"memory of the engine": {strings.Replace(minimal, "pages: 64", "pages: 64, memory: engine", 1), func(c *Config) bool {
+			return c.Arena.Memory == EngineMemory && c.Arena.Devices() == nil && c.Arena.Allocate == NodeAllocates
+		}},
+		"pages that the engine gives": {strings.Replace(minimal, "pages: 64", "pages: 64, memory: engine, allocate: engine", 1), func(c *Config) bool {
+			return c.Arena.Allocate == EngineAllocates
+		}},
+		"a device": {
+			strings.Replace(minimal, "pages: 64", "pages: 64, memory: cuda:0, cuda_library: /opt/libcuda.so.1", 1) + "transfer: {staging: 1GiB}",
+			func(c *Config) bool {
+				return slices.Equal(c.Arena.Devices(), []string{"0"}) && c.Arena.CUDALibrary == "/opt/libcuda.so.1" && c.Transfer.Staging == 1<<30
+			},
+		},
+		"a device by its UUID": {
+			strings.Replace(minimal, "pages: 64", "pages: 64, memory: cuda:GPU-01234567-89ab-cdef-0123-456789ABCDEF", 1),
+			func(c *Config) bool {
+				return slices.Equal(c.Arena.Devices(), []string{"GPU-01234567-89ab-cdef-0123-456789ABCDEF"})
+			},
+		},
+		"a device for each rank": {
+			strings.Replace(minimal, "pages: 64", `pages: 64, ranks: [2, 3], memory: "cuda:1, cuda:12"`, 1),
+			func(c *Config) bool { return slices.Equal(c.Arena.Devices(), []string{"1", "12"}) },
+		},
+		"one device for all ranks": {
+			strings.Replace(minimal, "pages: 64", "pages: 64, ranks: [0, 1, 2], memory: cuda:3", 1),
+			func(c *Config) bool { return slices.Equal(c.Arena.Devices(), []string{"3", "3", "3"}) },
 		},
 		"any port": {minimal + "ports: {gossip: 0, peer: 0, data: 0, http: 0}", func(c *Config) bool {
 			return c.Ports == Ports{}
@@ -298,6 +327,11 @@ func TestBadOverridesNameTheirOrigin(t *testing.T) {
 		"security key that is no key":   {env: "KVFERRY_SECURITY_CERT=a.pem", want: `KVFERRY_SECURITY_CERT: unknown variable; known are KVFERRY_SECURITY_CA, KVFERRY_SECURITY_CERTIFICATE, KVFERRY_SECURITY_KEY, KVFERRY_SECURITY_PEERS`},
 		"retries for ever":              {env: "KVFERRY_TRANSFER_RDMA_RETRY_COUNT=7", want: `KVFERRY_TRANSFER_RDMA_RETRY_COUNT: transfer.rdma.retry_count: 7 tries for ever on some devices, also a peer that is gone; want 1 to 6`},
 		"port of a device, and all":     {sets: []string{"transfer.rdma.devices=mlx5_0:1,mlx5_0"}, want: `--set transfer.rdma.devices: mlx5_0 names what mlx5_0:1 names, too`},
+		"devices for too few ranks":     {sets: []string{"arena.memory=cuda:0,cuda:1,cuda:2", "arena.ranks=0,1"}, want: `--set arena.memory: names 3 devices for the 2 ranks of arena.ranks; want as many, or one for all`},
+		"pages of the node's memory":    {sets: []string{"arena.allocate=engine"}, want: `--set arena.allocate: engine needs arena.memory: engine; where the node has the memory it gives the pages to requests`},
+		"host tier of the engine":       {sets: []string{"arena.allocate=engine", "arena.memory=engine", "arena.host_pages=64"}, want: `--set arena.host_pages: 64 with arena.allocate: engine; want none: an engine that chooses its pages keeps its own host tier`},
+		"nobody allocates":              {sets: []string{"arena.allocate=nobody"}, want: `--set arena.allocate: unknown "nobody"; want node, engine`},
+		"device of another kind":        {env: "KVFERRY_ARENA_MEMORY=gpu", want: `KVFERRY_ARENA_MEMORY: arena.memory: unknown "gpu"; want host, engine, or devices: cuda:N or cuda:GPU-UUID (nvidia-smi -L), for each local rank one, as in cuda:0,cuda:1, or one for all`},
 		"no time to drain":              {env: "KVFERRY_TIMERS_DRAIN=-1s", want: `KVFERRY_TIMERS_DRAIN: timers.drain: -1s is not in 1ns to 24h0m0s`},
 		"private key for its path":      {sets: []string{"security.certificate=a", "security.ca=b", "security.key=-----BEGIN PRIVATE KEY-----"}, want: `--set security.key: is PEM itself; want the path of a file that holds it`},
 		"more of it":                    {env: "KVFERRY_SECURITY_KEY=-----BEGIN PRIVATE KEY-----\nc2Vjcm\n", want: `KVFERRY_SECURITY_KEY: security.key: is PEM itself; want the path of a file that holds it`},
@@ -364,8 +398,8 @@ func TestEveryKeyIsReachable(t *testing.T) {
 	values := map[string]string{
 		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
 		"arena.heads": "2", "arena.kv_heads": "8", "arena.qo_heads": "32",
-		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "host", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
-		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3", "transfer.rendezvous": "/x",
+		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "engine", "arena.allocate": "node", "arena.cuda_library": "/opt/libcuda.so.1", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
+		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3", "transfer.rendezvous": "/x", "transfer.staging": "9MiB",
 		"transfer.limits.rate": "1MB", "transfer.limits.bytes": "9MiB", "transfer.limits.slice": "2MiB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
 		"transfer.rdma.devices": "mlx5_0:1,mlx5_0:2,mlx5_1", "transfer.rdma.gid_index": "3", "transfer.rdma.traffic_class": "106", "transfer.rdma.service_level": "3",
 		"transfer.rdma.mtu": "4096", "transfer.rdma.timeout": "16", "transfer.rdma.retry_count": "5", "transfer.rdma.reads": "8", "transfer.rdma.queue_pairs": "4",

@@ -20,8 +20,9 @@ import (
 	"github.com/kvferry/kvferry/internal/page"
 )
 
-// Transports are the transports that may be named in transfer.transports.
-func Transports() []string { return []string{"shm", "rdma", "tcp"} }
+// Transports are the transports that may be named in transfer.transports, in the
+// order that they have if nothing is said.
+func Transports() []string { return []string{"cudaipc", "shm", "rdma", "tcp"} }
 
 // Bounds of the transfer section.
 const (
@@ -30,6 +31,8 @@ const (
 	maxPath    = 4096 - 1 // of Linux
 	maxReads   = 4096     // at once
 	maxWaiting = 1 << 20
+	minStaging = 8 << 20
+	maxStaging = 1 << 40
 	minSlice   = 4 << 10
 	maxUnder   = 1 << 40 // bytes that are read at once
 )
@@ -203,6 +206,69 @@ func (v *validation) heads() {
 	v.upTo("arena.heads", a.Heads, page.MaxHeads)
 }
 
+// device matches one of arena.memory: what follows "cuda:".
+var device = regexp.MustCompile(`^(0|[1-9][0-9]{0,2}|GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$`)
+
+func (v *validation) memory() {
+	a := v.config.Arena
+	v.library("arena.cuda_library", a.CUDALibrary)
+	if a.Memory == HostMemory || a.Memory == EngineMemory {
+		return
+	}
+	before, named := len(v.errs), strings.Split(a.Memory, ",")
+	for _, name := range named {
+		name = strings.TrimSpace(name)
+		if id, ok := strings.CutPrefix(name, devicePrefix); !ok || !device.MatchString(id) {
+			v.wrong("arena.memory", "unknown %.80q; want host, engine, or devices: cuda:N or cuda:GPU-UUID (nvidia-smi -L), for each local rank one, as in cuda:0,cuda:1, or one for all", name)
+		}
+	}
+	if len(v.errs) == before && len(named) > 1 && len(named) != len(a.Ranks) {
+		v.wrong("arena.memory", "names %d devices for the %d ranks of arena.ranks; want as many, or one for all", len(named), len(a.Ranks))
+	}
+}
+
+// What arena.memory may be besides the names of devices.
+const (
+	HostMemory   = "host"   // the agent's, shared with the engine
+	EngineMemory = "engine" // device memory that the engine has made and hands over
+)
+
+// What arena.allocate may be.
+const (
+	NodeAllocates   = "node"
+	EngineAllocates = "engine"
+)
+
+const devicePrefix = "cuda:"
+
+// allocate lets an engine choose the pages of its own memory, and of no other.
+func (v *validation) allocate() {
+	a := v.config.Arena
+	v.oneOf("arena.allocate", a.Allocate, NodeAllocates, EngineAllocates)
+	switch {
+	case a.Allocate != EngineAllocates:
+	case a.Memory != EngineMemory:
+		v.wrong("arena.allocate", "engine needs arena.memory: engine; where the node has the memory it gives the pages to requests")
+	case a.HostPages != Pages{}:
+		v.wrong("arena.host_pages", "%s with arena.allocate: engine; want none: an engine that chooses its pages keeps its own host tier", a.HostPages)
+	}
+}
+
+// Devices are those that arena.memory names, one for each local rank: an ordinal
+// of this process, or "GPU-" and a UUID. Nil: it names none. The configuration
+// must be valid.
+func (a Arena) Devices() []string {
+	if a.Memory == HostMemory || a.Memory == EngineMemory {
+		return nil
+	}
+	named := strings.Split(a.Memory, ",")
+	devices := make([]string, len(a.Ranks))
+	for i := range devices {
+		devices[i] = strings.TrimPrefix(strings.TrimSpace(named[min(i, len(named)-1)]), devicePrefix)
+	}
+	return devices
+}
+
 func (v *validation) arena() {
 	a := &v.config.Arena
 	before := len(v.errs)
@@ -222,7 +288,8 @@ func (v *validation) arena() {
 			v.wrong("arena.world_size", "%d is not in %d to %d: the last local rank is %d", a.WorldSize, last+1, id.MaxRanks, last)
 		}
 	}
-	v.oneOf("arena.memory", a.Memory, "host")
+	v.memory()
+	v.allocate()
 	v.oneOf("arena.huge_pages", a.HugePages, "auto", "never")
 	v.oneOf("arena.evict", a.Evict, "recent", "pages", "never")
 	if a.Model == "" {
@@ -310,6 +377,9 @@ func (v *validation) transfer() {
 	if t.Require != "" && !slices.Contains(t.Transports, t.Require) {
 		v.wrong("transfer.require", "%.80q is not one of transfer.transports %v", t.Require, t.Transports)
 	}
+	if t.Staging < minStaging || t.Staging > maxStaging {
+		v.wrong("transfer.staging", "%s is not in %s to %s", t.Staging, Size(minStaging), Size(maxStaging))
+	}
 	v.orDefault("transfer.lanes", t.Lanes, maxLanes)
 	v.orDefault("transfer.workers", t.Workers, maxWorkers)
 	v.rendezvous()
@@ -380,8 +450,13 @@ func (v *validation) rdma() {
 	}
 	v.orDefault("transfer.rdma.reads", r.Reads, maxDepth)
 	v.orDefault("transfer.rdma.queue_pairs", r.QueuePairs, maxPairs)
-	if r.Library != "" && (!filepath.IsAbs(r.Library) || len(r.Library) > maxPath) {
-		v.wrong("transfer.rdma.library", "%.80q is no path that begins with /, of at most %d bytes; leaving it out takes what the loader finds", r.Library, maxPath)
+	v.library("transfer.rdma.library", r.Library)
+}
+
+// library checks the path of a shared library.
+func (v *validation) library(key, value string) {
+	if value != "" && (!filepath.IsAbs(value) || len(value) > maxPath) {
+		v.wrong(key, "%.80q is no path that begins with /, of at most %d bytes; leaving it out takes what the loader finds", value, maxPath)
 	}
 }
 

@@ -19,12 +19,16 @@ import (
 // different caches must not share memory. Of a page that is named twice in to
 // the later copy stays.
 func Copy(dst Cache, to []page.Index, src Cache, from []page.Index, tokens int) error {
-	if err := checkCopy(dst, to, src, from, tokens); err != nil {
+	err := checkCopy(dst.Layout, to, src.Layout, from, tokens)
+	if err == nil && overlap(dst, src) && (unsafe.SliceData(dst.Bytes) != unsafe.SliceData(src.Bytes) || dst.Layout != src.Layout) {
+		err = fmt.Errorf("two caches share memory: %w", ErrInvalid)
+	}
+	if err != nil {
 		return fmt.Errorf("copy %d tokens: %w", tokens, err)
 	}
 	n := page.Count(tokens, src.Layout.PageSize)
 	to, from = to[:n], from[:n]
-	all := moves(src.Layout, to, from, tokens)
+	all := appendMoves(nil, src.Layout, to, from, tokens)
 
 	// A single move is right even onto itself.
 	var buffer []byte
@@ -36,54 +40,48 @@ func Copy(dst Cache, to []page.Index, src Cache, from []page.Index, tokens int) 
 		s := src.Bytes[layer*src.Layout.LayerBytes():]
 		if buffer == nil {
 			for _, m := range all {
-				copy(d[m.to:][:m.bytes], s[m.from:][:m.bytes])
+				copy(d[m.To:][:m.Bytes], s[m.From:][:m.Bytes])
 			}
 			continue
 		}
 		rest := buffer
 		for _, m := range all {
-			rest = rest[copy(rest, s[m.from:][:m.bytes]):]
+			rest = rest[copy(rest, s[m.From:][:m.Bytes]):]
 		}
 		rest = buffer
 		for _, m := range all {
-			rest = rest[copy(d[m.to:][:m.bytes], rest):]
+			rest = rest[copy(d[m.To:][:m.Bytes], rest):]
 		}
 	}
 	return nil
 }
 
-func checkCopy(dst Cache, to []page.Index, src Cache, from []page.Index, tokens int) error {
-	ours, theirs := page.Geometry{Layout: dst.Layout}, page.Geometry{Layout: src.Layout}
+func checkCopy(dst page.Layout, to []page.Index, src page.Layout, from []page.Index, tokens int) error {
+	ours, theirs := page.Geometry{Layout: dst}, page.Geometry{Layout: src}
 	if d := ours.Differences(theirs); len(d) > 0 {
 		return fmt.Errorf("layouts differ, ours the target: %v: %w", d, ErrInvalid)
 	}
 	if len(to) != len(from) {
 		return fmt.Errorf("%d pages to %d pages: %w", len(from), len(to), ErrInvalid)
 	}
-	if tokens < 0 || page.Count(tokens, src.Layout.PageSize) > len(from) {
-		return fmt.Errorf("%d pages of %d tokens: %w", len(from), src.Layout.PageSize, ErrRange)
+	if tokens < 0 || page.Count(tokens, src.PageSize) > len(from) {
+		return fmt.Errorf("%d pages of %d tokens: %w", len(from), src.PageSize, ErrRange)
 	}
 	for i := range from {
-		if err := src.checkPage(from[i]); err != nil {
+		if err := checkPage(src, from[i]); err != nil {
 			return fmt.Errorf("source %d: %w", i, err)
 		}
-		if err := dst.checkPage(to[i]); err != nil {
+		if err := checkPage(dst, to[i]); err != nil {
 			return fmt.Errorf("target %d: %w", i, err)
 		}
-	}
-	if overlap(dst, src) && (unsafe.SliceData(dst.Bytes) != unsafe.SliceData(src.Bytes) || dst.Layout != src.Layout) {
-		return fmt.Errorf("two caches share memory: %w", ErrInvalid)
 	}
 	return nil
 }
 
-// move is one contiguous copy within a layer: offsets from its start, bytes.
-type move struct{ to, from, bytes int64 }
-
-// moves are the fewest that copy the tokens in order, of any layer. Pages that
-// are neighbours on both sides are moved as one.
-func moves(l page.Layout, to, from []page.Index, tokens int) []move {
-	var list []move
+// appendMoves appends the fewest moves that copy the tokens in order, of any
+// layer, with offsets from its start. Pages that are neighbours on both sides
+// are moved as one.
+func appendMoves(list []Move, l page.Layout, to, from []page.Index, tokens int) []Move {
 	size := l.LayerPageBytes()
 	full := tokens / l.PageSize
 	for i := 0; i < full; {
@@ -91,13 +89,13 @@ func moves(l page.Layout, to, from []page.Index, tokens int) []move {
 		for end < full && to[end] == to[end-1]+1 && from[end] == from[end-1]+1 {
 			end++
 		}
-		list = append(list, move{int64(to[i]) * size, int64(from[i]) * size, int64(end-i) * size})
+		list = append(list, Move{int64(to[i]) * size, int64(from[i]) * size, int64(end-i) * size})
 		i = end
 	}
 	if cut := tokens % l.PageSize; cut > 0 {
 		chunks := l.Chunks(0, 0, 0, cut)
 		for i := range chunks.Count {
-			list = append(list, move{int64(to[full])*size + chunks.At(i), int64(from[full])*size + chunks.At(i), chunks.Bytes})
+			list = append(list, Move{int64(to[full])*size + chunks.At(i), int64(from[full])*size + chunks.At(i), chunks.Bytes})
 		}
 	}
 	return list

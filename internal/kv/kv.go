@@ -1,5 +1,6 @@
 // Package kv reads, writes, copies and converts the bytes of a KV cache in
-// host memory: one rank's arena, or the pages of the host tier.
+// host memory: one rank's arena, or the pages of the host tier. Of memory that
+// no processor reaches it says where the bytes lie ([Moves], [Cells], [Summed]).
 //
 // A [Cache] is a layout and the bytes that lie in it. Tokens are written and
 // read at slots ([Cache.Write], [Cache.Read]), in any element type; pages are
@@ -62,7 +63,7 @@ type View struct {
 
 // Layer is a view of one layer.
 func (c Cache) Layer(layer int) (View, error) {
-	if err := c.checkLayer(layer); err != nil {
+	if err := checkLayer(c.Layout, layer); err != nil {
 		return View{}, fmt.Errorf("view: %w", err)
 	}
 	l, s := c.Layout, c.Layout.Strides()
@@ -81,16 +82,16 @@ func (c Cache) Layer(layer int) (View, error) {
 	return v, nil
 }
 
-func (c Cache) checkLayer(layer int) error {
-	if layer < 0 || layer >= c.Layout.Layers {
-		return fmt.Errorf("layer %d is not in 0..%d: %w", layer, c.Layout.Layers-1, ErrRange)
+func checkLayer(l page.Layout, layer int) error {
+	if layer < 0 || layer >= l.Layers {
+		return fmt.Errorf("layer %d is not in 0..%d: %w", layer, l.Layers-1, ErrRange)
 	}
 	return nil
 }
 
-func (c Cache) checkPage(p page.Index) error {
-	if int64(p) >= int64(c.Layout.Pages) {
-		return fmt.Errorf("page %d is not in 0..%d: %w", p, c.Layout.Pages-1, ErrRange)
+func checkPage(l page.Layout, p page.Index) error {
+	if int64(p) >= int64(l.Pages) {
+		return fmt.Errorf("page %d is not in 0..%d: %w", p, l.Pages-1, ErrRange)
 	}
 	return nil
 }

@@ -135,13 +135,13 @@ func spec089(t *testing.T) {
 		l := worked(order, 16)
 		for _, tt := range []struct {
 			to, from []page.Index
-			want     []move
+			want     []Move
 		}{
-			{[]page.Index{0}, []page.Index{0}, []move{{0, 0, 256}}},
-			{[]page.Index{3, 4, 5}, []page.Index{7, 8, 9}, []move{{768, 1792, 768}}},
-			{[]page.Index{3, 4, 5}, []page.Index{7, 9, 8}, []move{{768, 1792, 256}, {1024, 2304, 256}, {1280, 2048, 256}}},
+			{[]page.Index{0}, []page.Index{0}, []Move{{0, 0, 256}}},
+			{[]page.Index{3, 4, 5}, []page.Index{7, 8, 9}, []Move{{768, 1792, 768}}},
+			{[]page.Index{3, 4, 5}, []page.Index{7, 9, 8}, []Move{{768, 1792, 256}, {1024, 2304, 256}, {1280, 2048, 256}}},
 		} {
-			got := moves(l, tt.to, tt.from, 8*len(tt.to))
+			got := appendMoves(nil, l, tt.to, tt.from, 8*len(tt.to))
 			if len(got) != len(tt.want) {
 				t.Errorf("%v: moves %v, want %v", order, got, tt.want)
 				continue

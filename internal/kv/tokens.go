@@ -13,13 +13,13 @@ import (
 // slot that is named twice the later token stays. k and v must not share memory
 // with the cache.
 func (c Cache) Write(layer int, at []page.Slot, k, v []byte, from page.DType) error {
-	if err := c.check(layer, at, from); err != nil {
+	if err := check(c.Layout, layer, at, from); err != nil {
 		return fmt.Errorf("write: %w", err)
 	}
-	if want := len(at) * c.row(from); len(k) < want || len(v) < want {
+	if want := len(at) * row(c.Layout, from); len(k) < want || len(v) < want {
 		return fmt.Errorf("write %d tokens of %v: k has %d bytes and v %d, want %d of each: %w", len(at), from, len(k), len(v), want, ErrInvalid)
 	}
-	c.each(layer, at, from, func(p piece) {
+	each(c.Layout, layer, at, from, func(p piece) {
 		convert(c.Bytes[p.k:][:p.bytes], c.Layout.DType, k[p.outside:][:p.outsideBytes], from)
 		convert(c.Bytes[p.v:][:p.bytes], c.Layout.DType, v[p.outside:][:p.outsideBytes], from)
 	})
@@ -36,13 +36,13 @@ func (c Cache) Read(layer int, at []page.Slot, as page.DType) (k, v []byte, err 
 // where it has room; with an error they are returned as they were. k and v must
 // not share memory with the cache or with each other.
 func (c Cache) Append(k, v []byte, layer int, at []page.Slot, as page.DType) ([]byte, []byte, error) {
-	if err := c.check(layer, at, as); err != nil {
+	if err := check(c.Layout, layer, at, as); err != nil {
 		return k, v, fmt.Errorf("read: %w", err)
 	}
-	n := len(at) * c.row(as)
+	n := len(at) * row(c.Layout, as)
 	k, v = slices.Grow(k, n)[:len(k)+n], slices.Grow(v, n)[:len(v)+n]
 	newK, newV := k[len(k)-n:], v[len(v)-n:]
-	c.each(layer, at, as, func(p piece) {
+	each(c.Layout, layer, at, as, func(p piece) {
 		convert(newK[p.outside:][:p.outsideBytes], as, c.Bytes[p.k:][:p.bytes], c.Layout.DType)
 		convert(newV[p.outside:][:p.outsideBytes], as, c.Bytes[p.v:][:p.bytes], c.Layout.DType)
 	})
@@ -50,9 +50,7 @@ func (c Cache) Append(k, v []byte, layer int, at []page.Slot, as page.DType) ([]
 }
 
 // row is the size of one token's K, or V, of one layer in type t.
-func (c Cache) row(t page.DType) int {
-	return c.Layout.Heads * c.Layout.HeadDim * int(t.Bytes())
-}
+func row(l page.Layout, t page.DType) int { return l.Heads * l.HeadDim * int(t.Bytes()) }
 
 // piece is what is contiguous of one token in the cache and outside of it: all
 // heads in NHD, one head in HND.
@@ -63,15 +61,15 @@ type piece struct {
 
 // each calls do with the pieces of the tokens at the slots, where type t is
 // outside.
-func (c Cache) each(layer int, at []page.Slot, t page.DType, do func(piece)) {
-	s := c.Layout.Strides()
+func each(l page.Layout, layer int, at []page.Slot, t page.DType, do func(piece)) {
+	s := l.Strides()
 	count := 1
-	if c.Layout.Order == page.HND {
-		count = c.Layout.Heads
+	if l.Order == page.HND {
+		count = l.Heads
 	}
 	p := piece{
-		bytes:        int64(c.row(c.Layout.DType) / count),
-		outsideBytes: c.row(t) / count,
+		bytes:        int64(row(l, l.DType) / count),
+		outsideBytes: row(l, t) / count,
 	}
 	for _, slot := range at {
 		p.k = int64(layer)*s.Layer + int64(slot.Page)*s.Page + int64(slot.Slot)*s.Slot
@@ -85,19 +83,19 @@ func (c Cache) each(layer int, at []page.Slot, t page.DType, do func(piece)) {
 }
 
 // check refuses what is not in the cache, and a type nobody knows.
-func (c Cache) check(layer int, at []page.Slot, t page.DType) error {
+func check(l page.Layout, layer int, at []page.Slot, t page.DType) error {
 	if t.Bytes() == 0 {
 		return fmt.Errorf("%v is unknown: %w", t, ErrInvalid)
 	}
-	if err := c.checkLayer(layer); err != nil {
+	if err := checkLayer(l, layer); err != nil {
 		return err
 	}
 	for i, slot := range at {
-		if err := c.checkPage(slot.Page); err != nil {
+		if err := checkPage(l, slot.Page); err != nil {
 			return fmt.Errorf("token %d: %w", i, err)
 		}
-		if slot.Slot < 0 || int64(slot.Slot) >= int64(c.Layout.PageSize) {
-			return fmt.Errorf("token %d: slot %d is not in 0..%d: %w", i, slot.Slot, c.Layout.PageSize-1, ErrRange)
+		if slot.Slot < 0 || int64(slot.Slot) >= int64(l.PageSize) {
+			return fmt.Errorf("token %d: slot %d is not in 0..%d: %w", i, slot.Slot, l.PageSize-1, ErrRange)
 		}
 	}
 	return nil

@@ -41,6 +41,7 @@ func (a adminService) Status(context.Context, *kvferrypb.StatusRequest) (*kvferr
 		Members:    uint32(len(n.cluster.Members())),
 		Transports: n.transportStatus(),
 		Draining:   n.isDraining(), Security: n.security(),
+		Memory: n.memories(), Devices: n.devices(),
 	}
 	for _, r := range n.ranks {
 		res.Ranks = append(res.Ranks, uint32(r))
@@ -71,7 +72,7 @@ func (n *Node) pageCounts(c manager.Counts) *kvferrypb.PageCounts {
 	return &kvferrypb.PageCounts{
 		Total: uint32(n.geometry.Layout.Pages), Free: uint32(c.Free), Owned: uint32(c.Owned), Limbo: uint32(c.Limbo),
 		Quarantine: uint32(c.Quarantine), Sink: uint32(c.Sink), Published: uint32(c.Published),
-		HostTotal: uint32(c.HostFree + c.HostUsed), HostFree: uint32(c.HostFree),
+		Engine: uint32(c.Engine), HostTotal: uint32(c.HostFree + c.HostUsed), HostFree: uint32(c.HostFree),
 	}
 }
 
@@ -165,7 +166,7 @@ func (a adminService) Arena(_ context.Context, req *kvferrypb.ArenaRequest) (*kv
 	n := a.node
 	res := &kvferrypb.ArenaResponse{
 		Pages: n.pageCounts(n.manager.Counts()), Geometry: kvferrypb.FromGeometry(n.geometry),
-		BytesPerRank: uint64(n.geometry.Layout.Bytes()),
+		BytesPerRank: uint64(n.geometry.Layout.Bytes()), Memory: n.memories(),
 	}
 	for _, r := range n.ranks {
 		res.Ranks = append(res.Ranks, uint32(r))

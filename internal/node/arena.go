@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"crypto/rand"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -11,13 +12,43 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvferry/kvferry/cuda"
+	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 )
 
-// openMemory maps and populates the arenas of all local ranks and the seal
-// table.
-func (n *Node) openMemory(context.Context) error {
+// openMemory opens the arenas of all local ranks, the seal table, and what device
+// memory is copied through.
+func (n *Node) openMemory(ctx context.Context) error {
+	var err error
+	switch n.config.Arena.Memory {
+	case config.HostMemory:
+		err = n.openHostArenas()
+	case config.EngineMemory:
+		err = n.adoptArenas(ctx)
+	default:
+		err = n.openDeviceArenas()
+	}
+	if err == nil {
+		err = n.openStaging()
+	}
+	if err != nil || n.seals != nil { // an engine brings the table that guards its memory
+		return err
+	}
+	seals, err := memory.NewSealTable()
+	if err != nil {
+		return err
+	}
+	seal := probeSeal(n.life)
+	seals.Store(seal.Index, seal.Value)
+	n.seals = seals
+	n.closers = append(n.closers, seals.Close)
+	return nil
+}
+
+// openHostArenas maps and populates the arenas of all local ranks.
+func (n *Node) openHostArenas() error {
 	size := n.geometry.Layout.Bytes()
 	create := memory.New
 	if n.config.Arena.HugePages == "never" {
@@ -31,14 +62,6 @@ func (n *Node) openMemory(context.Context) error {
 		n.arenas[r] = a
 		n.closers = append(n.closers, a.Close)
 	}
-	seals, err := memory.NewSealTable()
-	if err != nil {
-		return err
-	}
-	seal := probeSeal(n.life)
-	seals.Store(seal.Index, seal.Value)
-	n.seals = seals
-	n.closers = append(n.closers, seals.Close)
 	return nil
 }
 
@@ -52,8 +75,8 @@ const (
 	handoverTime = 5 * time.Second // of one connection
 )
 
-// handover gives the arenas' descriptors to engines: OpenArena makes a token,
-// and who sends it over the socket gets the memfd.
+// handover gives the arenas to engines: OpenArena makes a token, and who sends it
+// over the socket gets the memfd, or what imports device memory.
 type handover struct {
 	node     *Node
 	listener *net.UnixListener
@@ -153,12 +176,46 @@ func (h *handover) give(c *net.UnixConn) {
 		h.node.metrics.authFailures.WithLabelValues("fd").Inc()
 		return
 	}
-	region, ok := h.node.arenas[r].(*memory.Region)
-	if !ok {
-		return
-	}
-	if err := memory.SendFile(c, []byte{1}, region.File()); err != nil {
+	if err := h.send(c, r); err != nil {
 		h.node.log.Warn("arena was not handed over", "rank", int(r), "err", err)
+	}
+}
+
+// What an arena is, as the socket says it: one byte, and with it the memfd; or the
+// byte, the length of a handle in four bytes (little endian), the handle, and then
+// each of its files with a byte of its own.
+const (
+	handedFile   = 1
+	handedHandle = 2
+)
+
+func (h *handover) send(c *net.UnixConn, r id.Rank) error {
+	switch a := h.node.arenas[r].(type) {
+	case *memory.Region:
+		return memory.SendFile(c, []byte{handedFile}, a.File())
+	case *cuda.Arena:
+		handle, files, err := a.Export()
+		if err != nil {
+			return err
+		}
+		defer func() {
+			for _, f := range files {
+				_ = f.Close()
+			}
+		}()
+		text := handle.Append(nil)
+		frame := binary.LittleEndian.AppendUint32([]byte{handedHandle}, uint32(len(text)))
+		if _, err := c.Write(append(frame, text...)); err != nil {
+			return fmt.Errorf("send handle: %w", err)
+		}
+		for _, f := range files {
+			if err := memory.SendFile(c, []byte{handedHandle}, f); err != nil {
+				return err
+			}
+		}
+		return nil
+	default:
+		return fmt.Errorf("memory of kind %T is not for other processes", a)
 	}
 }
 

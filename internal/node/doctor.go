@@ -21,7 +21,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
-	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/rdma"
@@ -73,15 +72,17 @@ func (a adminService) Doctor(context.Context, *kvferrypb.DoctorRequest) (*kvferr
 	if !m.locked { // a library that the node does without is not loaded into it
 		m.load = func(string) error { return errNotOpen }
 	}
+	m.gpus = n.gpus
 	for _, c := range slices.Concat(n.transportChecks(), m.examine(Examination{Config: n.config, Serving: n.serving()})) {
 		res.Items = append(res.Items, &kvferrypb.DoctorResponse_Check{Name: c.Name, State: c.State, Found: c.Found, Remedy: c.Remedy})
 	}
 	return res, nil
 }
 
-// arenaPage is the size of the pages that the arenas lie on: the smallest.
+// arenaPage is the size of the pages of host memory that the arenas lie on: the
+// smallest; 0 if they do not lie there.
 func (n *Node) arenaPage() int64 {
-	bytes := int64(math.MaxInt64)
+	var bytes int64
 	for _, a := range n.arenas {
 		on := int64(os.Getpagesize())
 		var stat unix.Statfs_t
@@ -92,7 +93,9 @@ func (n *Node) arenaPage() int64 {
 		if err := unix.Fstatfs(int(region.File().Fd()), &stat); err == nil && uint32(stat.Type) == unix.HUGETLBFS_MAGIC {
 			on = stat.Bsize
 		}
-		bytes = min(bytes, on)
+		if bytes == 0 || on < bytes {
+			bytes = on
+		}
 	}
 	return bytes
 }
@@ -120,6 +123,10 @@ func (n *Node) transportChecks() []Check {
 			if !works && n.config.Transfer.Require == name {
 				c.State = StateFail
 			}
+			if staged := n.staged(); staged != "" && c.State == StateOK {
+				c.State, c.Found = StateWarn, "open, but "+staged
+				c.Remedy = "mend what it names, then restart the node: until then bytes take the way through host memory"
+			}
 		}
 		if i := slices.IndexFunc(n.refused, func(r refusal) bool { return r.transport == name }); i >= 0 {
 			c.State, c.Found = StateAbsent, n.refused[i].reason
@@ -138,13 +145,14 @@ type machine struct {
 	uid         int
 	running     bool  // as the node itself, which has taken what it needs
 	locked      bool  // rdma's memory included
-	arenaPage   int64 // bytes of the pages that its arena lies on
+	arenaPage   int64 // bytes of the pages that its arena lies on; 0: not in host memory
 
 	rlimit  func(resource int) (soft uint64, err error)
 	memlock func(need uint64) error
 	open    func(path string) error    // for reading and writing, and closes it again
 	load    func(library string) error // binds verbs
-	synced  func() (bool, error)       // the clock, with another one
+	gpus    func(library string) ([]gpu, error)
+	synced  func() (bool, error) // the clock, with another one
 }
 
 func thisMachine() machine {
@@ -155,7 +163,7 @@ func thisMachine() machine {
 			err := unix.Getrlimit(resource, &r)
 			return r.Cur, err
 		},
-		memlock: rdma.CheckMemlock, load: rdma.Load,
+		memlock: rdma.CheckMemlock, load: rdma.Load, gpus: openGPUs,
 		open: func(path string) error {
 			f, err := os.OpenFile(path, os.O_RDWR, 0)
 			if err != nil {
@@ -176,13 +184,18 @@ func (m machine) examine(e Examination) []Check {
 	list := []Check{m.memoryLock(e.Config, fabric), m.openFiles(), m.hugePages(e.Config), m.devShm(), m.rendezvous(e.Config), m.receiveBuffer()}
 	list = append(list, m.ports(e)...)
 	list = append(list, fabric.checks...)
-	list = append(list, m.gpu(fabric)...)
+	list = append(list, m.gpu(e.Config, fabric)...)
 	return append(list, m.clock())
 }
 
-// arenaBytes is what peers read: the arenas of all ranks and the seal table.
-func arenaBytes(c *config.Config) int64 {
-	return int64(len(c.Arena.Ranks))*c.Geometry().Layout.Bytes() + memory.Words*8
+// lockedBytes are what rdma locks but for its queues, and what that is: the arenas
+// of all ranks, or where they are on GPUs what they may be staged in, and the seal
+// table.
+func lockedBytes(c *config.Config) (n int64, what string) {
+	if len(c.Arena.Devices()) > 0 {
+		return stagingShare(c) + memory.Words*8, "memory for staging"
+	}
+	return int64(len(c.Arena.Ranks))*c.Geometry().Layout.Bytes() + memory.Words*8, "the arena"
 }
 
 // sizeText is a size for people, in whole MiB where there is one.
@@ -213,8 +226,9 @@ func (m machine) memoryLock(c *config.Config, f fabric) Check {
 		check.Found = fmt.Sprintf("%s may be locked; rdma locks the whole arena (-c FILE says how much that is)", sizeText(allowed))
 		return check
 	}
-	need := (uint64(arenaBytes(c)) + rdmaread.SpareBytes) * uint64(f.locks)
-	check.Found = fmt.Sprintf("%s may be locked, rdma locks %s: the arena, the seal table, and queues", sizeText(allowed), sizeText(need))
+	bytes, what := lockedBytes(c)
+	need := (uint64(bytes) + rdmaread.SpareBytes) * uint64(f.locks)
+	check.Found = fmt.Sprintf("%s may be locked, rdma locks %s: %s, the seal table, and queues", sizeText(allowed), sizeText(need), what)
 	if f.locks > 1 {
 		check.Found += fmt.Sprintf(", for each of %d devices", f.locks)
 	}
@@ -261,6 +275,9 @@ func (m machine) hugePages(c *config.Config) Check {
 	switch {
 	case c != nil && c.Arena.HugePages == "never":
 		check.Found = "not wanted: arena.huge_pages is never"
+		return check
+	case m.running && m.arenaPage == 0, c != nil && len(c.Arena.Devices()) > 0:
+		check.Found = "not needed: the arena is in the memory of a GPU"
 		return check
 	case m.running:
 		if m.arenaPage > int64(os.Getpagesize()) {
@@ -494,41 +511,6 @@ func (m machine) clock() Check {
 		check.Found = "not synchronised; kvferry needs no clocks that agree, but logs are easier to compare"
 	}
 	return check
-}
-
-// gpu looks for what arenas in the memory of a GPU would need.
-func (m machine) gpu(f fabric) []Check {
-	gpu := Check{Name: "gpu", State: StateOK}
-	found, err := cuda.Probe(m.files, m.libraryPath)
-	if err != nil {
-		gpu.State, gpu.Found = StateAbsent, err.Error()
-		if !errors.Is(err, cuda.ErrUnavailable) {
-			gpu.State = StateWarn
-		}
-	} else {
-		names := make([]string, len(found.Devices))
-		for i, d := range found.Devices {
-			names[i] = cmp.Or(d.Name, "unnamed")
-		}
-		gpu.Found = fmt.Sprintf("driver %s: %s", cmp.Or(found.Driver, "of unknown version"), strings.Join(names, ", "))
-	}
-	const purpose = "for arenas in GPU memory: a card reads them by it"
-	both := len(found.Devices) > 0 && len(f.devices) > 0
-	peermem := Check{Name: "nvidia-peermem", State: StateAbsent, Found: "not loaded; " + purpose + ", where there is no dma-buf"}
-	if _, err := fs.Stat(m.files, "sys/module/nvidia_peermem"); err == nil {
-		peermem.State, peermem.Found = StateOK, "loaded; "+purpose+", where there is no dma-buf"
-	}
-	buf := Check{Name: "dma-buf", State: StateOK}
-	release := m.text("proc/sys/kernel/osrelease")
-	kernel, library := atLeast(release, 5, 12), m.exports("ibv_reg_dmabuf_mr")
-	buf.Found = fmt.Sprintf("kernel %s, %s; %s", cmp.Or(release, "of unknown version"), library, purpose)
-	if !kernel || library != exported {
-		buf.State = StateAbsent
-		if both && peermem.State != StateOK {
-			buf.State, buf.Remedy = StateWarn, "a kernel from 5.12 on and rdma-core from 34 on, or modprobe nvidia-peermem; arenas in host memory need neither"
-		}
-	}
-	return []Check{gpu, peermem, buf}
 }
 
 // exported is what exports says of a library that has a function.

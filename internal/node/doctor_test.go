@@ -12,6 +12,7 @@ import (
 	"testing"
 	"testing/fstest"
 
+	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/rdma"
 )
@@ -81,7 +82,13 @@ func paper(f fstest.MapFS) machine {
 			_, err := fs.Stat(f, rooted(path))
 			return err
 		},
-		load:   func(string) error { return nil },
+		load: func(string) error { return nil },
+		gpus: func(string) ([]gpu, error) {
+			return []gpu{{
+				GPU: cuda.GPU{UUID: cuda.UUID{0x8f}, Name: "NVIDIA H200", Bus: "0000:3b:00.0", Bytes: 141 << 30, NUMANode: 1},
+				can: cuda.Capabilities{Driver: 12090, Batch: true, DMABuf: true},
+			}}, nil
+		},
 		synced: func() (bool, error) { return true, nil },
 	}
 }
@@ -118,6 +125,7 @@ func TestExamine(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files    fstest.MapFS
 		transfer string
+		memory   string // arena.memory; "": host
 		change   func(*machine)
 		want     []want
 		fails    []string // exactly these
@@ -314,8 +322,44 @@ func TestExamine(t *testing.T) {
 			files: with(roce, gpus, files("proc/sys/kernel/osrelease", "5.4.0-1-generic\n")),
 			want: []want{
 				{"gpu", StateOK, "driver 580.1.2: NVIDIA H200", ""},
+				{"cuda library", StateOK, "found by the loader", ""},
+				{"gpu 0", StateOK, "NVIDIA H200, GPU-8f000000-0000-0000-0000-000000000000, 0000:3b:00.0, 141GiB, near NUMA node 1; CUDA 12.9, copies in batches, dma-buf, no peermem", ""},
 				{"dma-buf", StateWarn, "kernel 5.4.0-1-generic, libibverbs has", "5.12"},
 			},
+		},
+		"a GPU whose driver does not load": {
+			files: gpus, change: func(m *machine) { m.gpus = func(string) ([]gpu, error) { return nil, errors.New("version mismatch") } },
+			want: []want{{"gpu", StateOK, "NVIDIA H200", ""}, {"cuda library", StateWarn, "version mismatch", "tag cuda"}},
+		},
+		"an arena on a GPU": {
+			files: gpus, memory: "cuda:0", change: func(m *machine) { m.memlock = lockable(64 << 20) },
+			want: []want{
+				{"gpu", StateOK, "NVIDIA H200", ""},
+				{"gpu 0", StateOK, "NVIDIA H200", ""},
+				{"huge pages", StateOK, "not needed: the arena is in the memory of a GPU", ""},
+			},
+		},
+		"an arena on a GPU, and a card": {
+			files: with(roce, gpus), memory: "cuda:GPU-8F000000-0000-0000-0000-000000000000", change: func(m *machine) { m.memlock = lockable(64 << 20) },
+			want: []want{{"memory lock", StateOK, "rdma locks 33MiB: memory for staging, the seal table, and queues", ""}},
+		},
+		"an arena on a GPU that is not there": {
+			files: gpus, memory: "cuda:1", fails: []string{"arena on cuda:1"},
+			want: []want{{"gpu 0", StateOK, "NVIDIA H200", ""}, {"arena on cuda:1", StateFail, "does not show it", "CUDA_VISIBLE_DEVICES"}},
+		},
+		"an arena on a GPU, and none here": {
+			memory: "cuda:0", fails: []string{"gpu", "cuda library"},
+			change: func(m *machine) { m.gpus = func(string) ([]gpu, error) { return nil, errors.New("no libcuda.so.1") } },
+			want:   []want{{"gpu", StateFail, "no driver", "arena.memory: host"}, {"cuda library", StateFail, "no libcuda.so.1", "arena.cuda_library"}},
+		},
+		"a GPU that has fallen off the bus": {
+			files: gpus, memory: "cuda:0", fails: []string{"gpu 0"},
+			change: func(m *machine) {
+				m.gpus = func(string) ([]gpu, error) {
+					return []gpu{{GPU: cuda.GPU{Name: "NVIDIA H200", NUMANode: -1}, err: cuda.ErrDead}}, nil
+				}
+			},
+			want: []want{{"gpu 0", StateFail, "device is dead", "nvidia-smi"}},
 		},
 		"the same with peermem": {
 			files: with(roce, gpus, files("proc/sys/kernel/osrelease", "5.4.0\n", "sys/module/nvidia_peermem/refcnt", "0")),
@@ -372,6 +416,11 @@ func TestExamine(t *testing.T) {
 			var e Examination
 			if tt.transfer != none {
 				e.Config = configured(t, tt.transfer)
+				if tt.memory != "" {
+					if err := e.Config.Set("arena.memory", tt.memory); err != nil {
+						t.Fatal(err)
+					}
+				}
 			}
 			checks := m.examine(e)
 			for _, w := range tt.want {

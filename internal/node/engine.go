@@ -48,18 +48,23 @@ func (e engineService) session(ctx context.Context) (s *session, leave func(), e
 
 // request is the session, and the request if it is the session's.
 func (e engineService) request(ctx context.Context, name string) (s *session, r id.Request, leave func(), err error) {
-	r = id.Request(name)
-	if err := r.Validate(); err != nil {
-		return nil, "", nil, err
-	}
 	if s, leave, err = e.session(ctx); err != nil {
 		return nil, "", nil, err
 	}
-	if err := e.node.sessions.own(s, r); err != nil {
+	if r, err = e.owned(s, name); err != nil {
 		leave()
 		return nil, "", nil, err
 	}
 	return s, r, leave, nil
+}
+
+// owned is a request of the session's.
+func (e engineService) owned(s *session, name string) (id.Request, error) {
+	r := id.Request(name)
+	if err := r.Validate(); err != nil {
+		return "", err
+	}
+	return r, e.node.sessions.own(s, r)
 }
 
 func (e engineService) Open(_ context.Context, req *kvferrypb.OpenRequest) (*kvferrypb.OpenResponse, error) {
@@ -84,7 +89,7 @@ func (e engineService) Open(_ context.Context, req *kvferrypb.OpenRequest) (*kvf
 			return nil, fmt.Errorf("rank %d is not local, %v are: %w", r, n.ranks, id.ErrInvalid)
 		}
 	}
-	s, err := n.sessions.open(time.Now(), req.GetEngine())
+	s, pages, err := n.sessions.openCounted(func() (*session, error) { return n.sessions.open(time.Now(), req.GetEngine()) })
 	if err != nil {
 		return nil, err
 	}
@@ -92,7 +97,7 @@ func (e engineService) Open(_ context.Context, req *kvferrypb.OpenRequest) (*kvf
 	res := &kvferrypb.OpenResponse{
 		Session: s.token, Node: string(n.life.Node), Incarnation: uint64(n.life.Incarnation),
 		Geometry: kvferrypb.FromGeometry(n.geometry),
-		Ranks:    req.GetRanks(),
+		Ranks:    req.GetRanks(), Pages: pages,
 	}
 	if len(res.GetRanks()) == 0 {
 		for _, r := range n.ranks {
@@ -117,7 +122,7 @@ func (e engineService) OpenArena(ctx context.Context, req *kvferrypb.OpenArenaRe
 	if err != nil {
 		return nil, err
 	}
-	return &kvferrypb.OpenArenaResponse{Token: token, FdSocket: e.node.addresses.Engine + ".fd", Bytes: uint64(e.node.geometry.Layout.Bytes())}, nil
+	return &kvferrypb.OpenArenaResponse{Token: token, FdSocket: e.node.addresses.Engine + ".fd", Bytes: uint64(e.node.geometry.Layout.Bytes()), Memory: e.node.memoryOf(r)}, nil
 }
 
 func (e engineService) Close(ctx context.Context, _ *kvferrypb.CloseRequest) (*kvferrypb.CloseResponse, error) {
@@ -219,7 +224,18 @@ func (e engineService) Remove(ctx context.Context, req *kvferrypb.RemoveRequest)
 		return nil, err
 	}
 	defer leave()
-	return &kvferrypb.RemoveResponse{}, e.node.remove(r, req.GetDiscard(), kvferrypb.CompleteItem_DECLINED)
+	back := e.node.sessions.hold()
+	err = e.node.remove(r, req.GetDiscard(), kvferrypb.CompleteItem_DECLINED)
+	return &kvferrypb.RemoveResponse{Pages: back(err == nil)}, err
+}
+
+func (e engineService) Give(ctx context.Context, req *kvferrypb.GiveRequest) (*kvferrypb.GiveResponse, error) {
+	s, leave, err := e.session(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	return &kvferrypb.GiveResponse{}, e.node.sessions.give(s, req.GetGrants())
 }
 
 func labelOf(s string) id.Label {
@@ -257,11 +273,18 @@ func (e engineService) Publish(ctx context.Context, req *kvferrypb.PublishReques
 }
 
 func (e engineService) AdmitRetrieve(ctx context.Context, req *kvferrypb.AdmitRetrieveRequest) (*kvferrypb.AdmitRetrieveResponse, error) {
-	s, r, leave, err := e.request(ctx, req.GetRequest())
+	s, leave, err := e.session(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer leave()
+	if err := e.node.sessions.give(s, req.GetGrants()); err != nil {
+		return nil, err
+	}
+	r, err := e.owned(s, req.GetRequest())
+	if err != nil {
+		return nil, err
+	}
 	q := query{
 		request:   r,
 		at:        manager.At{Node: id.GraphNode(req.GetGraphNode()), Walk: id.Walk(req.GetWalk())},

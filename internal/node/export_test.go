@@ -5,6 +5,7 @@ import (
 
 	"github.com/kvferry/kvferry/cluster"
 	"github.com/kvferry/kvferry/internal/id"
+	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/transfer"
 )
@@ -21,6 +22,16 @@ func (o Options) Hooked(hook func(context.Context, id.Request) error) Options {
 	return o
 }
 
+// Allocating makes the arenas by alloc where arena.memory names devices, instead of
+// the driver.
+func (o Options) Allocating(alloc func(bytes int64) (memory.Arena, error)) Options {
+	o.alloc = alloc
+	return o
+}
+
+// ArenaOf is a local rank's.
+func (n *Node) ArenaOf(r id.Rank) memory.Arena { return n.arenas[r] }
+
 // FillOutbox gossips noise until the cluster takes no more.
 func (n *Node) FillOutbox() {
 	noise := make([]byte, cluster.MaxItem)
@@ -30,6 +41,8 @@ func (n *Node) FillOutbox() {
 
 // Call is a link that stands.
 type Call interface {
+	Send(ctx context.Context, ask []byte) error
+	Answers() <-chan []byte
 	Ended() <-chan struct{}
 	Close() error
 }
@@ -44,20 +57,21 @@ func (n *Node) CallPeer(ctx context.Context, transport string, life id.Life, hel
 }
 
 // ServeLinks lets links of a transport that the node does not have be opened.
-func (n *Node) ServeLinks(transport string, serve func(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error) {
+func (n *Node) ServeLinks(transport string, serve func(ctx context.Context, reader id.Life, hello []byte, asked <-chan []byte, answer func([]byte) error) error) {
 	n.linking[transport] = serveFunc(serve)
 }
 
-type serveFunc func(context.Context, id.Life, []byte, func([]byte) error) error
+type serveFunc func(context.Context, id.Life, []byte, <-chan []byte, func([]byte) error) error
 
-func (f serveFunc) Serve(ctx context.Context, reader id.Life, hello []byte, answer func([]byte) error) error {
-	return f(ctx, reader, hello, answer)
+func (f serveFunc) Serve(ctx context.Context, reader id.Life, hello []byte, asked <-chan []byte, answer func([]byte) error) error {
+	return f(ctx, reader, hello, asked, answer)
 }
 
 // Bounds of links.
 const (
 	MaxHello     = maxHello
 	MaxPeerLinks = maxPeerLinks
+	MaxAsked     = maxAsked
 )
 
 // Counts are the manager's.

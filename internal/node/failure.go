@@ -11,6 +11,7 @@ import (
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/api/wire"
 	"github.com/kvferry/kvferry/cluster"
+	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/kv"
@@ -33,6 +34,7 @@ type failure struct {
 // of a cause stands below it.
 func failures() []failure {
 	return []failure{
+		{manager.ErrPage, kvferrypb.Failure_PAGES, codes.InvalidArgument, "none was given: give pages that the engine keeps, each once"},
 		{errNoSession, kvferrypb.Failure_NO_SESSION, codes.Unauthenticated, "open a session and keep its Events stream"},
 		{errStranger, kvferrypb.Failure_REFUSED, codes.PermissionDenied, "give the caller a certificate whose subject alternative name is its node.name, and let it in by security.peers"},
 		{errNoLink, kvferrypb.Failure_TRANSPORT, codes.Unimplemented, "see kvferry status there"},
@@ -95,6 +97,8 @@ func failures() []failure {
 		{kv.ErrInvalid, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
 		{kv.ErrRange, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
 		{page.ErrInvalid, kvferrypb.Failure_INVALID, codes.InvalidArgument, ""},
+		{cuda.ErrDead, kvferrypb.Failure_INTERNAL, codes.Unavailable, "the node ends, since only a new process gets the GPU again; prefill again, look at nvidia-smi and the kernel's log for its Xid"},
+		{errCopy, kvferrypb.Failure_INTERNAL, codes.Unavailable, "nothing of it was used; look at the node's log, nvidia-smi, and the kernel's log"},
 		{errTooLate, kvferrypb.Failure_DEADLINE, codes.DeadlineExceeded, "wait longer, or look at the publisher"},
 		{errTransport, kvferrypb.Failure_TRANSPORT, codes.Unavailable, "see kvferry peers on both nodes"},
 		{errHello, kvferrypb.Failure_TRANSPORT, codes.Unavailable, "see the log of both nodes"},

@@ -15,12 +15,16 @@ import (
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/internal/node"
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/rdmaread"
+	"github.com/kvferry/kvferry/transfer/shm"
+	"github.com/kvferry/kvferry/transfer/tcp"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // deadline bounds every single wait of these tests.
@@ -31,17 +35,26 @@ type member struct {
 	*node.Node
 	config *config.Config
 	admin  kvferrypb.AdminClient
+	device *transfertest.Device // of its arenas, if they are on one and no driver has it
 	t      testing.TB
 }
+
+// onDevice puts the arenas of a node into the memory of an emulated device of its
+// own, unless a driver is named: then on the first of the driver's.
+var onDevice = [2]string{"arena.memory", "cuda:0"}
 
 // overTCP keeps nodes from reading each other by shared memory, which they do if
 // nothing is said: they are on one host.
 var overTCP = [2]string{"transfer.transports", "tcp"}
 
-// overAll runs a test over each transport, with nothing to fall back to.
+// hostTransports move host memory.
+func hostTransports() []string { return []string{shm.Name, rdmaread.Name, tcp.Name} }
+
+// overAll runs a test over each transport of host memory, with nothing to fall
+// back to.
 func overAll(t *testing.T, f func(t *testing.T, by [2]string)) {
 	t.Helper()
-	for _, by := range config.Transports() {
+	for _, by := range hostTransports() {
 		t.Run(by, func(t *testing.T) {
 			t.Parallel()
 			if by == rdmaread.Name {
@@ -104,11 +117,22 @@ func startWith(t testing.TB, c *config.Config, wrap func(transfer.Transport) tra
 
 func startLogging(t testing.TB, c *config.Config, log *slog.Logger, wrap func(transfer.Transport) transfer.Transport) *member {
 	t.Helper()
-	n, err := node.Start(t.Context(), node.Options{Config: c, Logger: log}.Wrapped(wrap))
+	return startOptions(t, node.Options{Config: c, Logger: log}.Wrapped(wrap))
+}
+
+// startOptions starts a node, and closes it at the end of the test.
+func startOptions(t testing.TB, o node.Options) *member {
+	t.Helper()
+	m := &member{config: o.Config, t: t}
+	if a := o.Config.Arena; len(a.Devices()) > 0 && a.CUDALibrary == "" {
+		m.device = transfertest.NewDevice(transfertest.DeviceOptions{})
+		o = o.Allocating(m.device.Alloc)
+	}
+	n, err := node.Start(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &member{Node: n, config: c, t: t}
+	m.Node = n
 	t.Cleanup(m.close)
 	m.admin = dial(t, m).Admin()
 	return m
@@ -128,6 +152,12 @@ func (m *member) closeWithin(drain time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), drain)
 	defer cancel()
 	if err := m.Close(ctx); err != nil {
+		m.t.Errorf("close %s: %v", m.Life(), err)
+	}
+	if m.device == nil {
+		return
+	}
+	if err := m.device.Close(); err != nil {
 		m.t.Errorf("close %s: %v", m.Life(), err)
 	}
 }
@@ -273,12 +303,24 @@ type engine struct {
 	client *client.Client
 	t      testing.TB
 	arenas map[id.Rank]*memory.Region
-	events chan *kvferrypb.Event
+	// devices are the arenas that are in device memory: arenas has none then.
+	devices map[id.Rank]memory.Arena
+	shadow  map[id.Rank]*shadow // while many stretches are lent, of arenas of a driver
+	events  chan *kvferrypb.Event
+}
+
+// shadow is a copy of an arena of a driver, and what was changed in it.
+type shadow struct {
+	bytes   []byte
+	changed []memory.Segment
 }
 
 func openEngine(t testing.TB, n *member) *engine {
 	t.Helper()
-	e := &engine{t: t, client: dial(t, n), arenas: make(map[id.Rank]*memory.Region), events: make(chan *kvferrypb.Event, 1024)}
+	e := &engine{
+		t: t, client: dial(t, n), events: make(chan *kvferrypb.Event, 1024),
+		arenas: make(map[id.Rank]*memory.Region), devices: make(map[id.Rank]memory.Arena),
+	}
 	s, err := e.client.Open(t.Context(), client.OpenOptions{Engine: t.Name(), OnEvent: e.onEvent})
 	if err != nil {
 		t.Fatal(err)
@@ -286,6 +328,10 @@ func openEngine(t testing.TB, n *member) *engine {
 	e.Session = s
 	t.Cleanup(func() { s.Close() })
 	for _, r := range s.Ranks() {
+		if a := n.ArenaOf(r); !isRegion(a) {
+			e.devices[r] = importedBy(t, s, r, n)
+			continue
+		}
 		a, err := s.Arena(t.Context(), r)
 		if err != nil {
 			t.Fatal(err)
@@ -348,6 +394,7 @@ func (e *engine) tryWrite(r string, tokens int, labels ...string) error {
 
 // fill writes the pattern into the slots of plans, which are all of one request.
 func (e *engine) fill(r string, plans []*kvferrypb.PlanOutput) {
+	defer e.lendAll()()
 	for _, p := range plans {
 		for i, v := range p.GetViews() {
 			for j := p.GetQoIndptr()[i]; j < p.GetQoIndptr()[i+1]; j++ {
@@ -378,6 +425,7 @@ func (e *engine) verify(r, label string) (tokens int) {
 // compare compares the bytes of the first view of a plan with the pattern, and
 // returns how many tokens it has.
 func (e *engine) compare(r, label string, p *kvferrypb.PlanOutput) (tokens int) {
+	defer e.lendAll()()
 	size := e.Geometry().Layout.PageSize
 	tokens = int(p.GetViews()[0].GetLength())
 	for t := range tokens {
@@ -395,7 +443,7 @@ func (e *engine) compare(r, label string, p *kvferrypb.PlanOutput) (tokens int) 
 func (e *engine) slot(pageIndex, slot int, visit func(rank id.Rank, layer, kv, head int, b []byte)) {
 	l := e.Geometry().Layout
 	vector := l.HeadDim * int(l.DType.Bytes())
-	for rank, a := range e.arenas {
+	for _, rank := range e.Ranks() {
 		for layer := range l.Layers {
 			for kv := range 2 {
 				for head := range l.Heads {
@@ -405,11 +453,65 @@ func (e *engine) slot(pageIndex, slot int, visit func(rank id.Rank, layer, kv, h
 					} else {
 						at += head*l.PageSize + slot
 					}
-					visit(rank, layer, kv, head, a.Bytes()[at*vector:(at+1)*vector])
+					e.lend(rank, int64(at*vector), int64(vector), func(b []byte) { visit(rank, layer, kv, head, b) })
 				}
 			}
 		}
 	}
+}
+
+// lend shows n bytes of an arena, which may be written.
+func (e *engine) lend(rank id.Rank, at, n int64, visit func(b []byte)) {
+	if a := e.arenas[rank]; a != nil {
+		visit(a.Bytes()[at : at+n])
+		return
+	}
+	if s := e.shadow[rank]; s != nil {
+		b := s.bytes[at : at+n]
+		before := bytes.Clone(b)
+		if visit(b); !bytes.Equal(before, b) {
+			s.changed = append(s.changed, memory.Segment{Arena: at, Other: at, Bytes: n})
+		}
+		return
+	}
+	b := make([]byte, n)
+	transfertest.Peek(e.devices[rank], at, b)
+	before := bytes.Clone(b)
+	if visit(b); !bytes.Equal(before, b) {
+		transfertest.Poke(e.devices[rank], at, b)
+	}
+}
+
+// lendAll lets lend work on copies of what lies with a driver, whose every call
+// takes its time; what it returns writes back what has changed.
+func (e *engine) lendAll() (back func()) {
+	e.shadow = make(map[id.Rank]*shadow)
+	for rank, a := range e.devices {
+		if _, ok := a.(*cuda.Arena); ok {
+			s := &shadow{bytes: make([]byte, e.Geometry().Layout.Bytes())}
+			transfertest.Peek(a, 0, s.bytes)
+			e.shadow[rank] = s
+		}
+	}
+	return func() {
+		for rank, s := range e.shadow {
+			if err := e.devices[rank].(memory.Stager).WriteFrom(s.bytes, s.changed).Wait(); err != nil {
+				e.t.Error(err)
+			}
+		}
+		e.shadow = nil
+	}
+}
+
+// whole is a copy of an arena.
+func (e *engine) whole(rank id.Rank) (b []byte) {
+	e.lend(rank, 0, e.Geometry().Layout.Bytes(), func(all []byte) { b = bytes.Clone(all) })
+	return b
+}
+
+func isRegion(a memory.Arena) bool {
+	_, ok := a.(*memory.Region)
+	return ok
 }
 
 // pattern is what a head vector of a token must hold.
@@ -462,7 +564,7 @@ func counts(t testing.TB, n *member) *kvferrypb.PageCounts {
 		t.Fatal(err)
 	}
 	c := res.GetPages()
-	if sum := c.GetFree() + c.GetOwned() + c.GetLimbo() + c.GetQuarantine() + c.GetSink(); sum != c.GetTotal() {
+	if sum := c.GetFree() + c.GetOwned() + c.GetLimbo() + c.GetQuarantine() + c.GetSink() + c.GetEngine(); sum != c.GetTotal() {
 		t.Errorf("%s has %d pages, its arena %d: %v", n.Life(), sum, c.GetTotal(), c)
 	}
 	return c

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
+	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/kv"
 	"github.com/kvferry/kvferry/internal/memory"
@@ -53,7 +54,7 @@ type tier struct {
 	node   *Node
 	layout page.Layout // of one rank; no pages: there is no tier
 	evict  string      // of the configuration
-	ranks  []rankMemory
+	ranks  []hostCache
 	places chan struct{} // a place for each move that may copy
 	turn   chan struct{} // a place for who makes room, so that no two do at once
 	hook   func(context.Context, id.Request) error
@@ -66,8 +67,35 @@ type tier struct {
 	recent map[id.Request]time.Time
 }
 
-// rankMemory is one rank's memory on both sides.
-type rankMemory struct{ device, host kv.Cache }
+// hostCache is the tier's memory of one rank, besides its arena.
+type hostCache struct {
+	arena cache
+	host  kv.Cache
+}
+
+// start begins to copy a stream, there or back. What it adds to a device's work is
+// over when that says so; without a device it is over when it returns.
+func (c hostCache) start(all tickets, s manager.HostStream, reload bool) (tickets, error) {
+	if c.arena.device == nil {
+		if reload {
+			return all, kv.Copy(c.arena.host, s.Device, c.host, s.Host, s.Tokens)
+		}
+		return all, kv.Copy(c.host, s.Host, c.arena.host, s.Device, s.Tokens)
+	}
+	layout := c.arena.node.geometry.Layout
+	if reload {
+		moves, err := kv.Moves(nil, layout, s.Device, c.host.Layout, s.Host, s.Tokens)
+		if err != nil {
+			return all, err
+		}
+		return append(all, c.arena.device.WriteFrom(c.host.Bytes, appendSegments(nil, moves, true))), nil
+	}
+	moves, err := kv.Moves(nil, c.host.Layout, s.Host, layout, s.Device, s.Tokens)
+	if err != nil {
+		return all, err
+	}
+	return append(all, c.arena.device.ReadInto(c.host.Bytes, appendSegments(nil, moves, false))), nil
+}
 
 // move is an offload or a reload that runs.
 type move struct {
@@ -103,7 +131,8 @@ func (n *Node) openHost(hook func(context.Context, id.Request) error) error {
 			return fmt.Errorf("open the host tier of rank %d (%d pages of %d bytes; arena.host_pages sets its size): %w", r, layout.Pages, layout.PageBytes(), err)
 		}
 		n.closers = append(n.closers, region.Close)
-		device, err := n.cache(r)
+		n.pin(r, "host tier", region)
+		arena, err := n.cacheOf(r)
 		if err != nil {
 			return err
 		}
@@ -111,7 +140,7 @@ func (n *Node) openHost(hook func(context.Context, id.Request) error) error {
 		if err != nil {
 			return err
 		}
-		n.tier.ranks = append(n.tier.ranks, rankMemory{device, host})
+		n.tier.ranks = append(n.tier.ranks, hostCache{arena, host})
 	}
 	return nil
 }
@@ -162,20 +191,20 @@ func (t *tier) begin(r id.Request, reload bool) (_ *move, mine bool, err error) 
 	if reload {
 		claim = t.node.manager.Reload
 	}
-	work, err := claim(r)
+	claimed, err := claim(r)
 	if err != nil {
 		return nil, false, err
 	}
-	m := &move{request: r, name: t.node.nameOf(r), reload: reload, done: make(chan struct{}), pages: work.Freed}
-	if work.ID == 0 {
+	m := &move{request: r, name: t.node.nameOf(r), reload: reload, done: make(chan struct{}), pages: claimed.Freed}
+	if claimed.ID == 0 {
 		close(m.done)
 		return m, true, nil
 	}
 	t.moves[r] = m
-	if !t.node.spawn(func() { t.run(m, work) }) {
+	if !t.node.spawn(func() { t.run(m, claimed) }) {
 		// Not here: the caller of begin holds mu.
 		delete(t.moves, r)
-		_ = t.node.manager.Abandon(work.ID) // nothing of it was begun
+		_ = t.node.manager.Abandon(claimed.ID) // nothing of it was begun
 		m.err = fmt.Errorf("%s %q: %w", m.direction(), r, errDraining)
 		close(m.done)
 	}
@@ -183,25 +212,25 @@ func (t *tier) begin(r id.Request, reload bool) (_ *move, mine bool, err error) 
 }
 
 // run owns a move until the manager has been told how it ended.
-func (t *tier) run(m *move, work manager.HostMove) {
+func (t *tier) run(m *move, claimed manager.HostMove) {
 	n := t.node
-	bytes, err := t.copy(n.ctx, m, work)
+	bytes, err := t.copy(n.ctx, m, claimed)
 	pages := 0
 	var said []news
 	now := time.Now()
 	switch {
 	case err != nil:
-		said = n.owner.abandoned(now, work.ID)
+		said = n.owner.abandoned(now, claimed.ID)
 	case m.reload:
 		var r id.Request
-		if r, said, err = n.owner.reloaded(now, work.ID); err == nil {
+		if r, said, err = n.owner.reloaded(now, claimed.ID); err == nil {
 			t.arrived(r)
 		}
-		for _, s := range work.Streams {
+		for _, s := range claimed.Streams {
 			pages += len(s.Device)
 		}
 	default:
-		pages, said, err = n.owner.offloaded(now, work.ID)
+		pages, said, err = n.owner.offloaded(now, claimed.ID)
 	}
 	t.mu.Lock()
 	delete(t.moves, m.request)
@@ -229,33 +258,32 @@ func (t *tier) run(m *move, work manager.HostMove) {
 
 // copy copies what a move is about on every rank, and returns when nothing is
 // copied any more.
-func (t *tier) copy(ctx context.Context, m *move, work manager.HostMove) (bytes int64, err error) {
+func (t *tier) copy(ctx context.Context, m *move, claimed manager.HostMove) (bytes int64, err error) {
 	select {
 	case t.places <- struct{}{}:
 		defer func() { <-t.places }()
 	case <-ctx.Done():
 		return 0, context.Cause(ctx)
 	}
-	for _, s := range work.Streams {
+	var all tickets
+	for _, s := range claimed.Streams {
 		for _, r := range t.ranks {
 			if ctx.Err() != nil {
-				return 0, context.Cause(ctx)
+				return 0, all.end(context.Cause(ctx))
 			}
 			if t.hook != nil {
 				if err := t.hook(ctx, m.name); err != nil {
-					return 0, err
+					return 0, all.end(err)
 				}
 			}
-			if m.reload {
-				err = kv.Copy(r.device, s.Device, r.host, s.Host, s.Tokens)
-			} else {
-				err = kv.Copy(r.host, s.Host, r.device, s.Device, s.Tokens)
-			}
-			if err != nil {
-				return 0, fmt.Errorf("label %q: %w", s.Label, err)
+			if all, err = r.start(all, s, m.reload); err != nil {
+				return 0, all.end(fmt.Errorf("label %q: %w", s.Label, err))
 			}
 			bytes += int64(s.Tokens) * t.layout.TokenBytes()
 		}
+	}
+	if err := copied(m.direction(), all.end(nil)); err != nil {
+		return 0, err
 	}
 	return bytes, nil
 }
@@ -418,10 +446,12 @@ func requestsOf(s manager.Step) []id.Request {
 	return list
 }
 
-// isTooMuch says that the arena could not hold what was wanted if it were empty.
+// isTooMuch says that time brings no pages: the arena could not hold what was
+// wanted if it were empty, or nobody but the engine makes pages free.
 func (n *Node) isTooMuch(err error) bool {
 	short, ok := errors.AsType[*manager.AllocationError](err)
-	return ok && short.Short+short.Free >= n.geometry.Layout.Pages // the sink is nobody's
+	return ok && (short.Short+short.Free >= n.geometry.Layout.Pages || // the sink is nobody's
+		n.config.Arena.Allocate == config.EngineAllocates)
 }
 
 // makeRoom offloads requests until so many pages are free, and says whether they

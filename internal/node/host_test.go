@@ -61,20 +61,7 @@ func startHosted(t testing.TB, name string, seed *member, set ...[2]string) (*me
 	t.Helper()
 	set = append([][2]string{{"arena.host_pages", "64"}, {"timers.backoff_min", "2ms"}, {"timers.backoff_max", "20ms"}}, set...)
 	c := &copier{stops: make(map[id.Request]*stop)}
-	return startOptions(t, node.Options{Config: configure(t, name, seed, set...)}.Hooked(c.hook)), c
-}
-
-func startOptions(t testing.TB, o node.Options) *member {
-	t.Helper()
-	o.Logger = logger(t)
-	n, err := node.Start(t.Context(), o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := &member{Node: n, config: o.Config, t: t}
-	t.Cleanup(m.close)
-	m.admin = dial(t, m).Admin()
-	return m
+	return startOptions(t, node.Options{Config: configure(t, name, seed, set...), Logger: logger(t)}.Hooked(c.hook)), c
 }
 
 // startHostedPair runs an owner with a host tier, and a reader.
@@ -178,9 +165,11 @@ func awaitCode(t testing.TB, what string, done <-chan error, want kvferrypb.Fail
 // TestOffloadAndReload: what comes back is what went, on every rank and in both
 // layouts, whatever was written over its pages meanwhile.
 func TestOffloadAndReload(t *testing.T) {
-	for _, layout := range []string{"NHD", "HND"} {
-		t.Run(layout, func(t *testing.T) {
-			n, _ := startHosted(t, "n", nil, [2]string{"arena.ranks", "0,1"}, [2]string{"arena.layout", layout})
+	for name, set := range map[string][][2]string{
+		"NHD": nil, "HND": {{"arena.layout", "HND"}}, "NHD on a device": {onDevice}, "HND on a device": {onDevice, {"arena.layout", "HND"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n, _ := startHosted(t, "n", nil, append(set, [2]string{"arena.ranks", "0,1"})...)
 			e := openEngine(t, n)
 			e.ingest("r1", "main", "cfg")
 			e.ingest("r2")

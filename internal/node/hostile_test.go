@@ -49,7 +49,7 @@ type impostor struct {
 	goesOn bool // it says that what lookup answers goes on for what was asked
 	truth  *kvferrypb.HelloResponse
 	pushed chan *kvferrypb.PushRequest // nil: it does not listen
-	link   func(*kvferrypb.LinkRequest, grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error
+	link   func(linkStream) error
 }
 
 func (i *impostor) Hello(ctx context.Context, _ *kvferrypb.HelloRequest) (*kvferrypb.HelloResponse, error) {
@@ -72,8 +72,11 @@ func (i *impostor) Lookup(_ context.Context, req *kvferrypb.LookupRequest) (*kvf
 	return &kvferrypb.LookupResponse{Announcement: a, Continues: i.goesOn}, err
 }
 
-func (i *impostor) Link(r *kvferrypb.LinkRequest, s grpc.ServerStreamingServer[kvferrypb.LinkResponse]) error {
-	return i.link(r, s)
+func (i *impostor) Link(s grpc.BidiStreamingServer[kvferrypb.LinkRequest, kvferrypb.LinkResponse]) error {
+	if _, err := s.Recv(); err != nil {
+		return err
+	}
+	return i.link(s)
 }
 
 func (i *impostor) Push(s grpc.BidiStreamingServer[kvferrypb.PushRequest, kvferrypb.PushResponse]) error {

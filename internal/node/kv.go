@@ -7,32 +7,17 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
-	"github.com/kvferry/kvferry/internal/kv"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
-	"github.com/kvferry/kvferry/transfer"
 )
 
 // maxKV bounds K and V of one WriteKV or ReadKV: with the rest of the message
 // they are what gRPC takes where nobody has set it to more.
 const maxKV = 4<<20 - 1024 // bytes
 
-// cache is the arena of a local rank.
-func (n *Node) cache(r id.Rank) (kv.Cache, error) {
-	a := n.arenas[r]
-	if a == nil {
-		return kv.Cache{}, fmt.Errorf("rank %d is not local, %v are: %w", r, n.ranks, id.ErrInvalid)
-	}
-	bytes, ok := transfer.InHost(a)
-	if !ok {
-		return kv.Cache{}, fmt.Errorf("rank %d is not in host memory: %w", r, id.ErrInvalid)
-	}
-	return kv.NewCache(n.geometry.Layout, bytes)
-}
-
 // cells are the slots that one plan label writes, in one layer of one rank.
 type cells struct {
-	cache kv.Cache
+	cache cache
 	layer int
 	slots []page.Slot // without padding; lent
 	dtype page.DType  // of the caller's tokens
@@ -63,7 +48,7 @@ func (e engineService) withCells(ctx context.Context, req cellsRequest, use func
 		return fmt.Errorf("rank %d: %w", req.GetRank(), id.ErrInvalid)
 	}
 	c := cells{layer: int(req.GetLayer()), dtype: l.DType}
-	if c.cache, err = n.cache(id.Rank(req.GetRank())); err != nil {
+	if c.cache, err = n.cacheOf(id.Rank(req.GetRank())); err != nil {
 		return err
 	}
 	if req.GetDtype() != "" {
@@ -92,14 +77,14 @@ func (e engineService) WriteKV(ctx context.Context, req *kvferrypb.WriteKVReques
 		if k, v := len(req.GetK()), len(req.GetV()); k != v || k%c.row != 0 {
 			return fmt.Errorf("write: k has %d bytes and v %d, want as many of each, and %d a token: %w", k, v, c.row, manager.ErrInvalid)
 		}
-		return c.cache.Write(c.layer, c.slots, req.GetK(), req.GetV(), c.dtype)
+		return c.cache.write(ctx, c.layer, c.slots, req.GetK(), req.GetV(), c.dtype)
 	})
 }
 
 func (e engineService) ReadKV(ctx context.Context, req *kvferrypb.ReadKVRequest) (*kvferrypb.ReadKVResponse, error) {
 	res := &kvferrypb.ReadKVResponse{}
 	return res, e.withCells(ctx, req, func(c cells) (err error) {
-		res.K, res.V, err = c.cache.Read(c.layer, c.slots, c.dtype)
+		res.K, res.V, err = c.cache.read(ctx, c.layer, c.slots, c.dtype)
 		return err
 	})
 }

@@ -52,10 +52,12 @@ func TestKVRoundTrip(t *testing.T) {
 		arena string
 		set   [][2]string
 	}{
-		"NHD of bf16":      {"bf16", nil},
-		"HND of bf16":      {"bf16", [][2]string{{"arena.layout", "HND"}}},
-		"HND of fp32, two": {"fp32", [][2]string{{"arena.layout", "HND"}, {"arena.dtype", "fp32"}, {"arena.ranks", "0,1"}}},
-		"NHD of fp16":      {"fp16", [][2]string{{"arena.dtype", "fp16"}}},
+		"NHD of bf16":                  {"bf16", nil},
+		"HND of bf16":                  {"bf16", [][2]string{{"arena.layout", "HND"}}},
+		"HND of fp32, two":             {"fp32", [][2]string{{"arena.layout", "HND"}, {"arena.dtype", "fp32"}, {"arena.ranks", "0,1"}}},
+		"NHD of fp16":                  {"fp16", [][2]string{{"arena.dtype", "fp16"}}},
+		"on a device":                  {"bf16", [][2]string{onDevice}},
+		"HND of fp32 on a device, two": {"fp32", [][2]string{onDevice, {"arena.layout", "HND"}, {"arena.dtype", "fp32"}, {"arena.ranks", "0,1"}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := startNode(t, "one", nil, tt.set...)
@@ -78,7 +80,7 @@ func TestKVRoundTrip(t *testing.T) {
 				}
 				for _, p := range step.GetPlans() {
 					tokens := int(p.GetTotalTokens())
-					for rank := range e.arenas {
+					for _, rank := range e.Ranks() {
 						for layer := range l.Layers {
 							salt := at*31 + int(rank)*5 + layer*3 + len(p.GetLabel())
 							k, v := e.rows(tokens, salt), e.rows(tokens+2, salt+1) // trimmed: two too many
@@ -115,9 +117,9 @@ func TestKVRoundTrip(t *testing.T) {
 			}); got != 5 {
 				t.Errorf("%d tokens compared", got)
 			}
-			for x, a := range e.arenas {
+			for _, x := range e.Ranks() {
 				sink := make([]byte, int(l.PageBytes())/l.Layers)
-				if !bytes.Equal(a.Bytes()[:len(sink)], sink) {
+				if !bytes.Equal(e.whole(x)[:len(sink)], sink) {
 					t.Errorf("rank %d: padding was written", x)
 				}
 			}

@@ -10,6 +10,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
+	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/rdmaread"
 )
@@ -111,7 +112,7 @@ func newMetrics(n *Node) *metrics {
 		m.evictions: {forAdmit, forRetrieve, forReload},
 		m.verified:  {"good", "bad", "unknown"},
 		m.stale:     {"reader"}, m.acks: {"dropped", "lost"}, m.renewals: {"granted"}, m.handshakes: {"ok", "identity", "failed"},
-		m.authFailures: {"engine", "fd", "peer"}, m.badMessages: {"gossip", "link", "push", "push_pull"},
+		m.authFailures: {"arena", "engine", "fd", "peer"}, m.badMessages: {"gossip", "link", "push", "push_pull"},
 		m.rejects: {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"}, // of page.Difference
 	} {
 		for _, v := range values {
@@ -182,6 +183,7 @@ func (s snapshot) Collect(ch chan<- prometheus.Metric) {
 	s.reader(out, now)
 	s.transports(out)
 	s.rdma(out)
+	s.cuda(out)
 	s.gossip(out)
 	s.log(out, now)
 	s.board(out, now)
@@ -200,7 +202,7 @@ func (s snapshot) state(out samples) {
 	out.gauge("registered_bytes", "Memory that peers can read.", float64(n.geometry.Layout.Bytes())*float64(len(n.ranks)))
 	c := n.manager.Counts()
 	out.gauges("pages", "Pages by state; published ones are in other states, too, and those of the host are no part of the arena.", "state", map[string]int{
-		"free": c.Free, "owned": c.Owned, "limbo": c.Limbo, "quarantine": c.Quarantine, "sink": c.Sink, "published": c.Published,
+		"free": c.Free, "owned": c.Owned, "limbo": c.Limbo, "quarantine": c.Quarantine, "sink": c.Sink, "published": c.Published, "engine": c.Engine,
 		"host_free": c.HostFree, "host_used": c.HostUsed,
 	})
 	out.count("arena_faults_total", "Releases that the arena refused: a bug if not 0.", uint64(c.Faults))
@@ -262,6 +264,7 @@ func (s snapshot) transports(out samples) {
 	for _, t := range s.node.counting {
 		c, is := t.counts(), []string{"transport", t.transport}
 		out.count("read_bytes_total", "Bytes read from peers.", c.readBytes, is...)
+		out.count("staged_bytes_total", "Bytes that went through pinned host memory, since an arena is in the memory of a GPU: read from peers, and for them.", c.staged, is...)
 		out.counts("reads_total", "Reads from peers, a slice each, by how they ended.", "result", map[string]uint64{
 			"held": c.held, "stale": c.stale, "failed": c.failed,
 		}, is...)
@@ -287,7 +290,33 @@ func (s snapshot) rdma(out samples) {
 	out.counts("rdma_lane_failures_total", "What broken lanes made necessary: a window that another lane or a fresh queue pair ended, and a fresh queue pair.", "what", map[string]uint64{
 		"failover": c.Failovers, "replaced": c.Replaced,
 	})
+	out.gauges("rdma_arenas", "Arenas in the memory of GPUs by how cards reach them, counted for each card; staged: through host memory, the slowest.", "memory", map[string]int{
+		"dma-buf": c.DMABufs, "peermem": c.PeerMems, "staged": c.Staged,
+	})
 	out.count("rdma_crossings_total", "Calls into the verbs library to post reads and to reap them.", c.Crossings)
+}
+
+// cuda is what the driver was asked for: 0 where no arena is in device memory.
+func (s snapshot) cuda(out samples) {
+	var c cuda.Stats
+	dead := false
+	if r := s.node.cuda; r != nil {
+		c, dead = r.Stats(), r.Reason() != nil
+	}
+	for d, name := range map[cuda.Direction]string{cuda.HostToDevice: "to_device", cuda.DeviceToHost: "to_host", cuda.DeviceToDevice: "within"} {
+		out.count("cuda_copy_calls_total", "Calls of the driver that start copies, by direction.", c.Copies[d].Calls, "direction", name)
+		out.count("cuda_copy_segments_total", "Contiguous stretches that copies were asked for.", c.Copies[d].Segments, "direction", name)
+		out.count("cuda_copy_bytes_total", "Bytes of them.", c.Copies[d].Bytes, "direction", name)
+		out.count("cuda_copy_slow_bytes_total", "Bytes of them whose host memory was not pinned.", c.Copies[d].Slow, "direction", name)
+	}
+	out.count("cuda_kernels_total", "Launches of the kernel that spreads small stretches.", c.Kernels)
+	out.gauges("cuda_arenas", "Arenas in the memory of GPUs: this node's, and those of peers that it has imported.", "whose", map[string]int{
+		"own": c.Arenas, "imported": c.Imported,
+	})
+	out.gauges("cuda_pinned_bytes", "Host memory that is registered with the driver, so that it is copied fast, and what is still to be.", "state", map[string]int{
+		"pinned": int(c.Pinned), "pending": int(c.Pinning),
+	})
+	out.gauge("cuda_dead", "1 if a GPU has failed for good: the node ends, since only a new process gets it again.", bit(dead))
 }
 
 // gossip is what the cluster counts.

@@ -111,17 +111,18 @@ func words() map[string][]string {
 	}
 	return map[string][]string{
 		"version": {""}, "go": {runtime.Version()},
-		"code": codes, "transport": {"shm", "rdma", "tcp", "none"}, "from": {"shm", "rdma", "tcp"}, "to": {"shm", "rdma", "tcp"}, "phase": {"read"},
-		"state":   {"free", "owned", "limbo", "quarantine", "sink", "published", "host_free", "host_used", "open", "sealed", "leased", "waiting", "queued", "reading", "backoff", "connected", "connecting", "failed", "suspect", "announced", "reserved", "urgent", "other"},
+		"code": codes, "transport": {"cudaipc", "shm", "rdma", "tcp", "none"}, "from": {"cudaipc", "shm", "rdma", "tcp"}, "to": {"cudaipc", "shm", "rdma", "tcp"}, "phase": {"read"},
+		"state":   {"free", "owned", "limbo", "quarantine", "sink", "published", "engine", "pinned", "pending", "host_free", "host_used", "open", "sealed", "leased", "waiting", "queued", "reading", "backoff", "connected", "connecting", "failed", "suspect", "announced", "reserved", "urgent", "other"},
 		"outcome": {"released", "expired", "revoked", "offloaded", "failed"}, "kind": {"publication", "retrieval", "slice"}, "where": {"reader"},
 		"result": {
 			"granted", "renewed", "refused", "ran_out", "counted", "duplicate", "late", "unknown", "dropped", "lost", "released", "expired", "revoked", "offloaded", "full", "failed", "other", "removed", "cut",
 			"ok", "identity", "held", "stale", "answered", "good", "bad",
 		},
-		"why":       {"garbage", "stranger", "out_of_range", "stale", "busy", "evicted", "late", "unfit", "collision"},
-		"field":     {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"},
-		"surface":   {"engine", "fd", "peer", "data", "gossip", "link", "push", "push_pull"},
-		"direction": {"in", "out", "offload", "reload"}, "by": {"peers", "us"}, "queue": {"memberlist", "own"}, "which": {"max", "floor"},
+		"why":     {"garbage", "stranger", "out_of_range", "stale", "busy", "evicted", "late", "unfit", "collision"},
+		"field":   {"model", "revision", "world_size", "order", "dtype", "layers", "page_size", "heads", "head_dim"},
+		"surface": {"arena", "engine", "fd", "peer", "data", "gossip", "link", "push", "push_pull"},
+		"memory":  {"dma-buf", "peermem", "staged"}, "whose": {"own", "imported"},
+		"direction": {"in", "out", "offload", "reload", "to_device", "to_host", "within"}, "by": {"peers", "us"}, "queue": {"memberlist", "own"}, "which": {"max", "floor"},
 		"reason": {"outbox_full", "not_offered_again", "not_passed", "malformed", "unknown_version", "old_life", "no_member", "unavailable", "failed", "recovered"},
 		"cause":  {"released", "expired", "owner_gone", "evicted", "admit", "retrieve", "reload"},
 		"what": {

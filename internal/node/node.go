@@ -33,6 +33,7 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/cluster"
+	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
@@ -66,6 +67,8 @@ type Options struct {
 	// before a stream of a request is copied to or from the host.
 	wrap func(transfer.Transport) transfer.Transport
 	hook func(context.Context, id.Request) error
+	// What makes arenas in device memory; nil: the driver does.
+	alloc func(bytes int64) (memory.Arena, error)
 }
 
 // Addresses are where a node is reached: what it advertises.
@@ -113,6 +116,9 @@ type Node struct {
 	linking    map[string]linkServer // those that open links by a call, by name
 	links      links                 // that peers have opened so
 	rdma       *rdmaread.Transport   // nil: not open
+	cuda       *cuda.Runtime         // nil: no arena is in device memory
+	staging    *transfer.Pool        // nil: the same
+	alloc      func(bytes int64) (memory.Arena, error)
 	reads      *transfer.Queue
 	cluster    *cluster.Cluster
 	keyring    *keyring
@@ -184,6 +190,7 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 		kick:     make(chan struct{}, 1),
 		probing:  make(chan struct{}, 1),
 		leaving:  newLeaving(),
+		alloc:    o.alloc,
 	}
 	n.swept.Store(n.started.UnixNano())
 	for _, r := range c.Arena.Ranks {
@@ -258,7 +265,10 @@ func (n *Node) spawn(f func()) bool {
 }
 
 func (n *Node) openManager(context.Context) error {
-	m, err := manager.New(manager.Options{Tokens: n.config.Arena.MaxSeqLen, Life: n.life, Geometry: n.geometry, Ranks: n.ranks, Host: n.tier.layout.Pages})
+	m, err := manager.New(manager.Options{
+		Tokens: n.config.Arena.MaxSeqLen, Life: n.life, Geometry: n.geometry, Ranks: n.ranks, Host: n.tier.layout.Pages,
+		Engine: n.config.Arena.Allocate == config.EngineAllocates,
+	})
 	if err != nil {
 		return err
 	}

@@ -70,6 +70,7 @@ func why(s manager.PageState, kept string) string {
 	}
 	owned := s.Place == "owned"
 	add(s.Place == "free", "nobody holds it")
+	add(s.Place == "engine", "the engine keeps it, which chooses the pages")
 	add(s.Place == "sink", "it takes the padding of captured steps, and is never given to a request")
 	add(s.Place == "limbo", "it has left its request, and is kept because %s", publications)
 	add(s.Place == "quarantine" && s.Retrieval != 0, "a read that was given up may still write it")

@@ -19,6 +19,7 @@ import (
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/cudaipc"
 	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
@@ -188,7 +189,7 @@ func (n *Node) probe(ctx context.Context, t transfer.Transport, peer transfer.Pe
 func (n *Node) path(name string, peer transfer.Peer) string {
 	var parts []string
 	switch name {
-	case shm.Name:
+	case shm.Name, cudaipc.Name:
 		return n.config.Transfer.Rendezvous
 	case tcp.Name: // the first that has a route; docs/wire.md has the form
 		for word := range strings.FieldsSeq(string(peer.Descriptor)) {
@@ -247,9 +248,11 @@ func probeRemedy(name string, err error) string {
 		return "run one version of kvferry on both nodes: the peer does not hold the seal word of probes"
 	case errors.Is(err, transfer.ErrIdentity):
 		return "the peer has restarted: again, once kvferry members shows its new life"
+	case name == cudaipc.Name && absent:
+		return "nothing, if they are on two hosts; on one, show both nodes the same GPUs, and give them one user, one transfer.rendezvous, and one PID namespace"
 	case name == shm.Name && absent:
 		return "nothing, if they are on two hosts; on one, give both nodes one user and one transfer.rendezvous"
-	case name == shm.Name:
+	case name == shm.Name, name == cudaipc.Name:
 		return "is the peer's process alive; its log"
 	case name == rdmaread.Name:
 		return "kvferry doctor on both nodes; between them: link, GIDs of one family, MTU, UDP port 4791 of RoCE"

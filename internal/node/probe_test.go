@@ -51,7 +51,7 @@ func (e *engine) sink(visit func(layer int, b []byte)) {
 	l := e.Geometry().Layout
 	for layer := range l.Layers {
 		at := int64(layer) * l.LayerBytes()
-		visit(layer, e.arenas[0].Bytes()[at:at+l.LayerPageBytes()])
+		e.lend(0, at, l.LayerPageBytes(), func(b []byte) { visit(layer, b) })
 	}
 }
 
@@ -85,7 +85,7 @@ func probeAndCompare(t *testing.T, prefill, decode *member, by string) {
 			b[i] = byte(7*i + layer + 1)
 		}
 	})
-	want := slices.Clone(d.arenas[0].Bytes())
+	want := d.whole(0)
 	l := d.Geometry().Layout
 	p.sink(func(layer int, b []byte) { copy(want[int64(layer)*l.LayerBytes():], b) })
 
@@ -95,7 +95,7 @@ func probeAndCompare(t *testing.T, prefill, decode *member, by string) {
 		t.Errorf("%v", res)
 	}
 	checkProbed(t, probedBy(t, res, by), l.PageBytes())
-	if !bytes.Equal(d.arenas[0].Bytes(), want) {
+	if !bytes.Equal(d.whole(0), want) {
 		t.Error("the arena is not what it was, with the owner's sink in it")
 	}
 	if i := peerOf(t, decode, "prefill"); i.GetTransport() != "" || len(i.GetRefused()) > 0 || probedBy(t, res, by).GetInUse() {

@@ -453,7 +453,7 @@ func TestGarbageDescriptor(t *testing.T) {
 	decode := startNode(t, "decode", nil, [2]string{"timers.backoff_min", "1ms"})
 	d := openEngine(t, decode)
 	imp := startImpostor(t, decode, func(_ context.Context, r *kvferrypb.HelloResponse) {
-		r.Transports = append(r.Transports, &kvferrypb.Transport{Name: shm.Name, Address: []byte("1 ../../etc shm-")})
+		r.Transports = append(r.Transports, &kvferrypb.Transport{Name: shm.Name, Address: []byte("2 ../../etc shm-")})
 	})
 	a, ref := imp.announce(t, honest("r1"))
 	imp.lookup = func(*kvferrypb.LookupRequest) (*kvferrypb.Announcement, error) {

@@ -33,6 +33,8 @@ type sessions struct {
 
 	plans sync.Pool // of *manager.Plans: the buffers that plans are made in
 
+	told pagesTold
+
 	mu       sync.Mutex
 	byToken  map[string]*session
 	requests map[id.Request]*session
@@ -60,7 +62,10 @@ type session struct {
 }
 
 func newSessions(n *Node) *sessions {
-	return &sessions{node: n, byToken: make(map[string]*session), requests: make(map[id.Request]*session)}
+	return &sessions{
+		node: n, byToken: make(map[string]*session), requests: make(map[id.Request]*session),
+		told: pagesTold{resume: make(chan struct{}, 1)},
+	}
 }
 
 func newSession(now time.Time, token, engine string) *session {
@@ -78,6 +83,9 @@ func (ss *sessions) open(now time.Time, engine string) (*session, error) {
 	defer ss.mu.Unlock()
 	if len(ss.byToken) >= maxSessions {
 		return nil, fmt.Errorf("open a session: %d are open: %w", len(ss.byToken), errTooMany)
+	}
+	if len(ss.byToken) > 0 && ss.node.engineChooses() {
+		return nil, fmt.Errorf("open a session: one is open, and there is one engine that chooses the pages (arena.allocate): %w", errTooMany)
 	}
 	ss.lastLane++
 	s.lane = ss.lastLane

@@ -12,7 +12,6 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
-	"github.com/kvferry/kvferry/internal/kv"
 	"github.com/kvferry/kvferry/manager"
 )
 
@@ -170,14 +169,8 @@ func (n *Node) copyPages(t manager.Token, copies []manager.Copy) error {
 	var ranks errgroup.Group // each has an arena of its own
 	for _, r := range n.ranks {
 		ranks.Go(func() error {
-			c, err := n.cache(r)
-			if err != nil {
-				return err
-			}
-			for _, f := range copies {
-				if err := kv.Copy(c, f.Target, c, f.Source, f.Tokens); err != nil {
-					return fmt.Errorf("step %d: fork of %q from %q to %q: %w", t, f.Request, f.From, f.To, err)
-				}
+			if err := n.copyWithin(r, copies); err != nil {
+				return fmt.Errorf("step %d: %w", t, err)
 			}
 			return nil
 		})
@@ -268,6 +261,9 @@ func (e engineService) Admit(ctx context.Context, req *kvferrypb.AdmitRequest) (
 		return nil, err
 	}
 	defer leave()
+	if err := e.node.sessions.give(s, req.GetGrants()); err != nil {
+		return nil, err
+	}
 	step, err := e.stepOf(s, req)
 	if err != nil {
 		return nil, err
@@ -309,6 +305,9 @@ func (e engineService) Stage(ctx context.Context, req *kvferrypb.AdmitRequest) (
 		return nil, err
 	}
 	defer leave()
+	if err := e.node.sessions.give(s, req.GetGrants()); err != nil {
+		return nil, err
+	}
 	step, err := e.stepOf(s, req)
 	if err != nil {
 		return nil, err

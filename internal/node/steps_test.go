@@ -19,9 +19,11 @@ import (
 // and after its steps, is on the decode node byte for byte, chunk by chunk.
 func TestForkedStreamsTravel(t *testing.T) {
 	for name, set := range map[string][][2]string{
-		"NHD":       nil,
-		"HND":       {{"arena.layout", "HND"}},
-		"two ranks": {{"arena.ranks", "0,1"}},
+		"NHD":            nil,
+		"HND":            {{"arena.layout", "HND"}},
+		"two ranks":      {{"arena.ranks", "0,1"}},
+		"on devices":     {onDevice, {"arena.ranks", "0,1"}},
+		"HND on devices": {onDevice, {"arena.layout", "HND"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

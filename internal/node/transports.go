@@ -16,6 +16,7 @@ import (
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/rdma"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/cudaipc"
 	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 	"github.com/kvferry/kvferry/transfer/tcp"
@@ -36,6 +37,7 @@ type counting struct {
 type counts struct {
 	held, stale, failed uint64 // reads of ours, a slice each, by how they ended
 	readBytes           uint64
+	staged              uint64            // bytes that went through pinned memory, of both sides
 	answers, answered   uint64            // to reads of peers, and bytes in them
 	links               uint64            // that peers have opened to read by themselves: what, we do not see
 	blind               bool              // that is how it is read: there are links, and no answers
@@ -66,7 +68,7 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 			n.refused = append(n.refused, refusal{name, err.Error()})
 			reasons = append(reasons, err.Error())
 			level := slog.LevelWarn
-			if _, absent := errors.AsType[*noCardError](err); absent && want.Require == "" && slices.Equal(want.Transports, config.Transports()) {
+			if _, absent := errors.AsType[*absentError](err); absent && want.Require == "" && slices.Equal(want.Transports, config.Transports()) {
 				level = slog.LevelInfo // who asks for whatever there is does not miss a device
 			}
 			n.log.Log(n.ctx, level, "transport is not available", "transport", name, "err", err)
@@ -86,7 +88,6 @@ func (n *Node) openTransports(wrap func(transfer.Transport) transfer.Transport) 
 			n.refused = append(n.refused, refusal{name, "not in transfer.transports"})
 		}
 	}
-	n.refused = append(n.refused, refusal{"cudaipc", noCUDAIPC()})
 	if len(n.transports) == 0 {
 		key := "transfer.transports"
 		if want.Require != "" {
@@ -102,6 +103,8 @@ func (n *Node) openTransport(name string) (transfer.Transport, func() counts, er
 	l := n.config.Transfer.Limits
 	limits := transfer.Limits{Dial: l.Dial, Stall: n.config.Timers.Stall, Base: l.Base, Rate: int64(l.Rate)}
 	switch name {
+	case cudaipc.Name:
+		return n.openCUDAIPC(local, limits)
 	case shm.Name:
 		return n.openSHM(local, limits)
 	case rdmaread.Name:
@@ -113,11 +116,31 @@ func (n *Node) openTransport(name string) (transfer.Transport, func() counts, er
 	}
 }
 
+func (n *Node) openCUDAIPC(local transfer.Local, limits transfer.Limits) (transfer.Transport, func() counts, error) {
+	if n.cuda == nil {
+		return nil, nil, &absentError{errHostMemory}
+	}
+	dir := n.config.Transfer.Rendezvous
+	t, err := cudaipc.Listen(cudaipc.Options{Local: local, Runtime: n.cuda, Dir: dir, Limits: limits, Logger: n.log})
+	if err != nil {
+		return nil, nil, fmt.Errorf("open cudaipc in %s (transfer.rendezvous): %w", dir, err)
+	}
+	return t, func() counts {
+		s := t.Stats()
+		return counts{
+			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes,
+			links: s.Served, blind: true,
+			refused:     map[string]uint64{"garbage": s.Garbage, "stranger": s.Strangers, "busy": s.Refused, "evicted": s.Evicted},
+			connections: map[string]int{"peers": s.Accepted, "us": s.Links},
+		}
+	}, nil
+}
+
 func (n *Node) openSHM(local transfer.Local, limits transfer.Limits) (transfer.Transport, func() counts, error) {
 	dir := n.config.Transfer.Rendezvous
 	t, err := shm.Listen(shm.Options{
 		Local: local, Dir: dir, Workers: n.config.Transfer.Workers,
-		Cached: n.config.Transfer.Verify == "page", Limits: limits, Logger: n.log,
+		Cached: n.config.Transfer.Verify == "page", Staging: stagingShare(n.config), Limits: limits, Logger: n.log,
 	})
 	if err != nil {
 		return nil, nil, fmt.Errorf("open shm in %s (transfer.rendezvous): %w", dir, err)
@@ -125,7 +148,7 @@ func (n *Node) openSHM(local transfer.Local, limits transfer.Limits) (transfer.T
 	return t, func() counts {
 		s := t.Stats()
 		return counts{
-			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes,
+			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes, staged: s.StagedBytes,
 			links: s.Served, blind: true,
 			refused:     map[string]uint64{"garbage": s.Garbage, "stranger": s.Strangers, "busy": s.Refused, "evicted": s.Evicted},
 			connections: map[string]int{"peers": s.Accepted, "us": s.Links},
@@ -145,7 +168,7 @@ func (n *Node) openRDMA(local transfer.Local, limits transfer.Limits) (transfer.
 		}
 	}
 	t, err := rdmaread.Listen(rdmaread.Options{
-		Local: local, Limits: limits, Logger: n.log,
+		Local: local, Staging: stagingShare(n.config), Limits: limits, Logger: n.log,
 		Devices: c.Devices, GIDIndex: gid, MTU: c.MTU, Reads: c.Reads, QueuePairs: c.QueuePairs, Library: c.Library,
 		TrafficClass: uint8(c.TrafficClass), ServiceLevel: uint8(c.ServiceLevel), Timeout: uint8(c.Timeout), RetryCount: uint8(c.RetryCount),
 		Call: func(ctx context.Context, peer transfer.Peer, hello []byte) ([]byte, rdmaread.Call, error) {
@@ -164,12 +187,16 @@ func (n *Node) openRDMA(local transfer.Local, limits transfer.Limits) (transfer.
 	}
 	n.rdma, n.linking[rdmaread.Name] = t, t
 	for _, p := range t.Paths() {
-		n.log.Info("RDMA port", "device", p.Device, "port", p.Port, "link", p.Link, "gid", p.GID, "state", p.State)
+		log := n.log.With("device", p.Device, "port", p.Port, "link", p.Link, "gid", p.GID, "state", p.State, "memory", p.Memory.String())
+		if p.Why != "" { // of a faster way
+			log = log.With("why", p.Why)
+		}
+		log.Info("RDMA port")
 	}
 	return t, func() counts {
 		s := t.Stats()
 		return counts{
-			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes,
+			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes, staged: s.StagedBytes,
 			links: s.Served, blind: true,
 			refused:     map[string]uint64{"garbage": s.Garbage, "stranger": s.Strangers, "busy": s.Refused + n.links.refusals(), "late": s.Late},
 			connections: map[string]int{"peers": s.Accepted, "us": s.Lanes},
@@ -185,7 +212,7 @@ func (n *Node) openTCP(local transfer.Local, limits transfer.Limits) (transfer.T
 	}
 	t, err := tcp.Listen(tcp.Options{
 		Local: local, Bind: bind, Advertise: advertise, Identity: n.identity,
-		Lanes: n.config.Transfer.Lanes, Limits: limits, Logger: n.log,
+		Lanes: n.config.Transfer.Lanes, Staging: stagingShare(n.config), Limits: limits, Logger: n.log,
 	})
 	if err != nil {
 		return nil, nil, errPort("data", "ports.data", bind, err)
@@ -194,7 +221,7 @@ func (n *Node) openTCP(local transfer.Local, limits transfer.Limits) (transfer.T
 	return t, func() counts {
 		s := t.Stats()
 		return counts{
-			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes,
+			held: s.Reads, stale: s.Stale, failed: s.Errors, readBytes: s.ReadBytes, staged: s.Gathered + s.Scattered,
 			answers: s.Served, answered: s.ServedBytes,
 			refused: map[string]uint64{
 				"garbage": s.Garbage, "stranger": s.Strangers, "out_of_range": s.OutOfRange, "stale": s.ServedStale, "busy": s.Refused, "evicted": s.Evicted,
@@ -205,12 +232,15 @@ func (n *Node) openTCP(local transfer.Local, limits transfer.Limits) (transfer.T
 	}, nil
 }
 
-// noCardError: there is no device, usable or not. It wraps
-// [transfer.ErrUnavailable].
-type noCardError struct{ why error }
+// absentError: there is no device, usable or not, or nothing that one is needed
+// for. It wraps [transfer.ErrUnavailable].
+type absentError struct{ why error }
 
-func (e *noCardError) Error() string { return e.why.Error() }
-func (*noCardError) Unwrap() error   { return transfer.ErrUnavailable }
+func (e *absentError) Error() string { return e.why.Error() }
+func (*absentError) Unwrap() error   { return transfer.ErrUnavailable }
+
+// errHostMemory is why a node without device memory has no cudaipc.
+var errHostMemory = errors.New("the arenas are in host memory (arena.memory), and it is for those on GPUs")
 
 // noRDMA says why there is no rdma: what the machine's files say, if it has no
 // device at all.
@@ -222,16 +252,17 @@ func noRDMA(err error) error {
 	if len(found) > 0 {
 		return err
 	}
-	return &noCardError{probed}
+	return &absentError{probed}
 }
 
-// noCUDAIPC says why there is no cudaipc, and whether this machine could use it.
-func noCUDAIPC() string {
-	const notBuilt = "not built into this binary"
-	if _, err := cuda.Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH")); err != nil {
-		return fmt.Sprintf("%s; this machine: %v", notBuilt, err)
+// couldHave says what this machine has for cudaipc, which a node of host memory
+// does without.
+func couldHave() string {
+	found, err := cuda.Probe(os.DirFS("/"), os.Getenv("LD_LIBRARY_PATH"))
+	if err != nil {
+		return "; this machine: " + err.Error()
 	}
-	return notBuilt
+	return fmt.Sprintf("; this machine has %d, driver %s", len(found.Devices), found.Driver)
 }
 
 func (n *Node) transportStatus() []*kvferrypb.TransportStatus {
@@ -240,7 +271,7 @@ func (n *Node) transportStatus() []*kvferrypb.TransportStatus {
 		c := t.counts()
 		s := &kvferrypb.TransportStatus{
 			Name: t.transport, Available: true,
-			ReadBytes: c.readBytes, Reads: c.held, Failures: c.failed, Stale: c.stale,
+			ReadBytes: c.readBytes, Reads: c.held, Failures: c.failed, Stale: c.stale, StagedBytes: c.staged,
 		}
 		if !c.blind {
 			s.ServedBytes = &c.answered
@@ -251,7 +282,11 @@ func (n *Node) transportStatus() []*kvferrypb.TransportStatus {
 		out = append(out, s)
 	}
 	for _, r := range n.refused {
-		out = append(out, &kvferrypb.TransportStatus{Name: r.transport, Reason: r.reason})
+		s := &kvferrypb.TransportStatus{Name: r.transport, Reason: r.reason}
+		if r.transport == cudaipc.Name && n.cuda == nil {
+			s.Reason += couldHave()
+		}
+		out = append(out, s)
 	}
 	return out
 }
@@ -265,12 +300,25 @@ func (n *Node) showPorts(s *kvferrypb.TransportStatus) {
 		if p.Peer == (id.Life{}) {
 			s.Ports = append(s.Ports, &kvferrypb.TransportStatus_Port{
 				Device: p.Device, Port: uint32(p.Port), Link: p.Link, Gid: p.GID, State: p.State, Lanes: uint32(p.Lanes),
+				Memory: p.Memory.String(), Why: p.Why,
 			})
 		}
 	}
 	if works, troubles := n.rdmaPorts(); !works {
 		s.Available, s.Reason = false, "no port works: "+strings.Join(troubles, "; ")
 	}
+}
+
+// staged says which of our cards reach an arena on a GPU only through host memory,
+// and why; "" if none does.
+func (n *Node) staged() string {
+	var all []string
+	for _, p := range n.rdma.Paths() {
+		if p.Peer == (id.Life{}) && p.Memory == rdmaread.Staged {
+			all = append(all, fmt.Sprintf("%s:%d reaches the GPU through host memory: %s", p.Device, p.Port, p.Why))
+		}
+	}
+	return strings.Join(all, "; ")
 }
 
 // rdmaPorts says whether one of our ports works, and why the others do not.

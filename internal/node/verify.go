@@ -13,7 +13,6 @@ import (
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
-	"github.com/kvferry/kvferry/internal/kv"
 	"github.com/kvferry/kvferry/internal/page"
 	"github.com/kvferry/kvferry/manager"
 )
@@ -105,17 +104,13 @@ func (n *Node) sum(p published) {
 	lacking := slices.DeleteFunc(named, func(at spot) bool { _, ok := have[at]; return ok })
 	s.mu.Unlock()
 	made := make(map[spot]uint32, len(lacking))
-	for _, at := range lacking {
-		c, err := n.cache(at.rank)
-		var sum uint32
-		if err == nil {
-			sum, err = c.Sum(at.page, at.slots)
+	all, err := n.sums(n.ctx, lacking)
+	if err != nil {
+		n.log.Error("checksums are not made", "publication", p.name.String(), "pages", len(lacking), "err", err)
+	} else {
+		for i, at := range lacking {
+			made[at] = all[i]
 		}
-		if err != nil {
-			n.log.Error("checksum is not made", "publication", p.name.String(), "page", int(at.page), "err", err)
-			continue
-		}
-		made[at] = sum
 	}
 	s.mu.Lock()
 	own := s.of(p.name.Sequence)
@@ -201,17 +196,13 @@ func (n *Node) verify(ctx context.Context, parts []part, r manager.Retrieval) er
 	var work errgroup.Group
 	for owner, p := range parts {
 		for _, rank := range n.ranks {
-			c, err := n.cache(rank)
-			if err != nil {
-				return err
-			}
-			work.Go(func() error { return n.verifyRank(ctx, p.source.Name, owner, rank, c, r) })
+			work.Go(func() error { return n.verifyRank(ctx, p.source.Name, owner, rank, r) })
 		}
 	}
 	return work.Wait()
 }
 
-func (n *Node) verifyRank(ctx context.Context, name id.Publication, owner int, rank id.Rank, c kv.Cache, r manager.Retrieval) error {
+func (n *Node) verifyRank(ctx context.Context, name id.Publication, owner int, rank id.Rank, r manager.Retrieval) error {
 	size := n.geometry.Layout.PageSize
 	var theirs, ours []spot
 	var first []int // token in each
@@ -247,20 +238,25 @@ func (n *Node) verifyRank(ctx context.Context, name id.Publication, owner int, r
 		if err != nil {
 			return fmt.Errorf("checksums of %s: %w", name, p.unreachable(err))
 		}
+		var known []int // of theirs and ours
+		var at []spot
 		for i, want := range sums {
-			at := ours[from+i]
 			if want == noSum {
 				unknown++
 				continue
 			}
-			got, err := c.Sum(at.page, at.slots)
-			if err != nil {
-				return err
-			}
+			known, at = append(known, from+i), append(at, ours[from+i])
+		}
+		have, err := n.sums(ctx, at)
+		if err != nil {
+			return err
+		}
+		for i, got := range have {
+			x, want := known[i], sums[known[i]-from]
 			if int64(got) != want {
 				n.metrics.verified.WithLabelValues("bad").Inc()
 				return fmt.Errorf("page %d of rank %d at its owner, tokens %d to %d, was published with checksum %08x and arrived with %08x: %w",
-					theirs[from+i].page, rank, first[from+i], first[from+i]+at.slots, want, got, errChecksum)
+					theirs[x].page, rank, first[x], first[x]+ours[x].slots, want, got, errChecksum)
 			}
 			good++
 		}

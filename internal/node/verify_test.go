@@ -99,9 +99,11 @@ func TestSpec(t *testing.T) {
 // Chunks that end in the middle of a page are verified like others: two ranks,
 // two labels, both layouts.
 func TestEveryPageIsVerified(t *testing.T) {
-	for _, layout := range []string{"NHD", "HND"} {
-		t.Run(layout, func(t *testing.T) {
-			prefill, decode := startPair(t, verifying, [2]string{"arena.layout", layout}, [2]string{"arena.ranks", "0,1"})
+	for name, set := range map[string][][2]string{
+		"NHD": nil, "HND": {{"arena.layout", "HND"}}, "NHD on devices": {onDevice}, "HND on devices": {onDevice, {"arena.layout", "HND"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			prefill, decode := startPair(t, append(set, verifying, [2]string{"arena.ranks", "0,1"})...)
 			carry(t, "r", bring{chunks: []int{5, 6, 9, 13}, labels: []string{"main", "cfg"}, target: "decode"}, openEngine(t, prefill), openEngine(t, decode))
 			if good, bad, unknown := verified(t, decode); good == 0 || bad != 0 || unknown != 0 {
 				t.Errorf("%d good, %d bad, %d unknown", good, bad, unknown)

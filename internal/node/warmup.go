@@ -33,9 +33,10 @@ type share struct {
 
 // tally is this node's own.
 func (n *Node) tally() *tally {
+	c := n.manager.Counts()
 	return &tally{
 		node: n.life.Node, ranks: n.ranks, world: n.geometry.WorldSize,
-		free: n.manager.Counts().Free, total: n.geometry.Layout.Pages,
+		free: c.Free + c.Engine, total: n.geometry.Layout.Pages,
 	}
 }
 

@@ -3,7 +3,6 @@ package transfertest
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"runtime"
@@ -179,7 +178,7 @@ func (s *soak) publish(l *soakLife, rng *rand.Rand) {
 		g := rng.Uint32N(soakGroups)
 		l.side.local.Seals.Store(g, 0)
 		content := rng.Uint64()
-		edit(l.side.local.Arenas[0], int64(g)*soakGroupBytes, pages, func(b []byte) { soakFill(b, content) })
+		edit(l.side.local.Arenas[0], int64(g)*soakGroupBytes, pages, func(b []byte) { fill(b, content) })
 		value, ok := id.SealValue(life.Incarnation, seq)
 		if !ok {
 			continue
@@ -243,7 +242,7 @@ func (s *soak) read(n int, stop <-chan struct{}) {
 	group := make([]byte, soakGroupBytes)
 	give := func() { // the part to somebody else
 		content := rng.Uint64()
-		soakFill(want, content)
+		fill(want, content)
 		s.reader.put(0, int64(n)*soakPartBytes, want)
 	}
 	give()
@@ -289,7 +288,7 @@ func (s *soak) read(n int, stop <-chan struct{}) {
 		}
 		cancel()
 		if err == nil {
-			soakFill(group, p.content)
+			fill(group, p.content)
 			for _, c := range copies {
 				copy(want[c.Local-int64(n)*soakPartBytes:][:c.Bytes], group[c.Remote-int64(p.seal.Index)*soakGroupBytes:][:c.Bytes])
 			}
@@ -322,14 +321,5 @@ func (s *soak) read(n int, stop <-chan struct{}) {
 			s.t.Errorf("seed %d: a byte landed after its read had returned with %v", s.seed, err)
 			return
 		}
-	}
-}
-
-// soakFill writes bytes that depend on content and place, 8 at a time.
-func soakFill(b []byte, content uint64) {
-	x := content
-	for i := 0; i+8 <= len(b); i += 8 {
-		x += 0x9e3779b97f4a7c15
-		binary.LittleEndian.PutUint64(b[i:], x^x>>29)
 	}
 }
