@@ -69,6 +69,10 @@ func (r *Runtime) AllocChunks(u UUID, bytes, chunk int64) (*Arena, error) {
 
 func (r *Runtime) allocate(u UUID, bytes int64, of func(*device) (*block, error)) (*Arena, error) {
 	a, err := func() (*Arena, error) {
+		if err := r.enter(); err != nil {
+			return nil, err
+		}
+		defer r.calls.Done()
 		if bytes <= 0 || bytes > math.MaxInt64-granule {
 			return nil, errors.New("want at least 1 byte, and less than there are")
 		}
@@ -92,21 +96,30 @@ func (r *Runtime) allocate(u UUID, bytes int64, of func(*device) (*block, error)
 			return nil, err
 		}
 		b.syncMemops()
-		return r.add(newArena(d, b, 0, bytes))
+		return r.add(newArena(d, b, 0, bytes)), nil
 	}()
-	if e, ok := errors.AsType[*Error](err); ok && e.Code == driver.OutOfMemory {
-		err = fmt.Errorf("%w: %w", ErrNoMemory, err)
-	}
 	if err != nil {
-		return nil, fmt.Errorf("allocate %d bytes of %s: %w", bytes, u, err)
+		return nil, fmt.Errorf("allocate %d bytes of %s: %w", bytes, u, full(err))
 	}
 	return a, nil
+}
+
+// full adds [ErrNoMemory] where that is what the driver says.
+func full(err error) error {
+	if e, ok := errors.AsType[*Error](err); ok && e.Code == driver.OutOfMemory {
+		return fmt.Errorf("%w: %w", ErrNoMemory, err)
+	}
+	return err
 }
 
 // Wrap makes an arena of memory that somebody else of this process has
 // allocated, by either way, and frees after the arena has been closed.
 func (r *Runtime) Wrap(u UUID, at memory.DeviceAddr, bytes int64) (*Arena, error) {
 	a, err := func() (*Arena, error) {
+		if err := r.enter(); err != nil {
+			return nil, err
+		}
+		defer r.calls.Done()
 		if bytes <= 0 || uint64(bytes) > math.MaxUint64-uint64(at) {
 			return nil, errors.New("want at least 1 byte, and less than there are")
 		}
@@ -120,7 +133,7 @@ func (r *Runtime) Wrap(u UUID, at memory.DeviceAddr, bytes int64) (*Arena, error
 			return nil, err
 		}
 		b.syncMemops()
-		return r.add(newArena(d, b, offset, bytes))
+		return r.add(newArena(d, b, offset, bytes)), nil
 	}()
 	if err != nil {
 		return nil, fmt.Errorf("take %d bytes at %#x of %s for an arena: %w", bytes, uint64(at), u, err)
@@ -130,13 +143,6 @@ func (r *Runtime) Wrap(u UUID, at memory.DeviceAddr, bytes int64) (*Arena, error
 
 // GPU is the device that the memory is on.
 func (a *Arena) GPU() GPU { return a.d.gpu }
-
-// Imported says whether the arena is what another has exported.
-func (a *Arena) Imported() bool { return a.imported }
-
-// Chunks is of how many VMM chunks the memory is, as engines with expandable
-// segments have it; 0: of none, it is one allocation.
-func (a *Arena) Chunks() int { return len(a.block.chunks) }
 
 // Size is [memory.Arena.Size].
 func (a *Arena) Size() int64 { return a.bytes }
@@ -208,8 +214,7 @@ func (a *Arena) Move(segments []memory.Segment) memory.Ticket {
 // Pull copies from src to dst, which may be on different devices, as
 // [memory.Stager]'s calls do: Arena is the offset in dst, Other that in src.
 func (r *Runtime) Pull(dst, src *Arena, segments []memory.Segment) memory.Ticket {
-	j := &job{arena: dst, from: src, segments: segments, far: dst.d.reach(src.d) != nil}
-	return dst.d.start(DeviceToDevice, j, src.bytes)
+	return dst.d.start(DeviceToDevice, &job{arena: dst, from: src, segments: segments}, src.bytes)
 }
 
 // start checks a job and hands it to its lane.
@@ -218,7 +223,11 @@ func (d *device) start(direction Direction, j *job, other int64) memory.Ticket {
 	if err != nil {
 		return over{fmt.Errorf("copy from %s: %w", direction, err)}
 	}
-	if err := d.alive(); err != nil || bytes == 0 {
+	err = d.alive()
+	if err == nil && j.from != nil {
+		err = j.from.d.alive()
+	}
+	if err != nil || bytes == 0 {
 		return over{err}
 	}
 	if err := j.arena.enter(); err != nil {
@@ -229,6 +238,7 @@ func (d *device) start(direction Direction, j *job, other int64) memory.Ticket {
 			j.arena.leave()
 			return over{err}
 		}
+		j.far = d.reach(j.from.d) != nil
 	}
 	j.pinned = pins.use(j.host)
 	j.done = make(chan struct{})
@@ -247,6 +257,9 @@ func (a *Arena) DMABuf(offset, n int64) (*os.File, int64, error) {
 	defer a.leave()
 	if offset < 0 || n <= 0 || n > a.bytes-offset {
 		return nil, 0, fmt.Errorf("%w: %d bytes at %d of an arena of %d", memory.ErrNoDMABuf, n, offset, a.bytes)
+	}
+	if a.imported && a.block.chunks != nil {
+		return nil, 0, fmt.Errorf("%w: %w: another process lent it in chunks (expandable segments), which are not given to cards: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False there", memory.ErrNoDMABuf, memory.ErrOutOfReach)
 	}
 	if !a.d.caps.DMABuf {
 		return nil, 0, fmt.Errorf("%w: neither the driver nor the kernel has it for %s", memory.ErrNoDMABuf, a.d.gpu.Name)

@@ -25,6 +25,7 @@ type block struct {
 	handle bool // whether blocks.told has it
 	told   [64]byte
 	key    importKey // of blocks.imported; zero: none
+	word   uint64    // of the handle by which it was told, or imported
 }
 
 // release gives a reference back.
@@ -195,6 +196,8 @@ func found(d *device, at driver.Addr, bytes int64) (*block, int64, error) {
 				}
 			}
 			b.setChunks(sizes)
+		} else if bytes > b.bytes-offset {
+			return nil, 0, fmt.Errorf("%w: it is of several pieces, which no files tell (an engine with expandable segments, whose pieces need file descriptors: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)", ErrNotShareable)
 		}
 	}
 	if bytes > b.bytes-offset {

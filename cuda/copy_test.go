@@ -130,8 +130,8 @@ func content(tb testing.TB, a *cuda.Arena) []byte {
 func TestArenaIsOfZeros(t *testing.T) {
 	r, _ := open(t, cuda.Options{})
 	a := alloc(t, r, 3<<20+1)
-	if a.Size() != 3<<20+1 || a.Imported() || a.GPU() != r.GPUs()[0] || a.Address() == 0 {
-		t.Errorf("size %d, imported %t, %+v at %#x", a.Size(), a.Imported(), a.GPU(), a.Address())
+	if a.Size() != 3<<20+1 || a.GPU() != r.GPUs()[0] || a.Address() == 0 {
+		t.Errorf("size %d, %+v at %#x", a.Size(), a.GPU(), a.Address())
 	}
 	if b := content(t, a); slices.ContainsFunc(b, func(c byte) bool { return c != 0 }) {
 		t.Error("it is not of zeros")

@@ -34,7 +34,9 @@ type device struct {
 }
 
 func newDevice(r *Runtime, gpu GPU) *device {
-	return &device{r: r, gpu: gpu, turn: make(chan struct{}, 1), peers: make(map[UUID]error)}
+	d := &device{r: r, gpu: gpu, turn: make(chan struct{}, 1), peers: make(map[UUID]error)}
+	d.form.Store(int32(driver.Forms()))
+	return d
 }
 
 // open makes the device ready, once.
@@ -53,7 +55,6 @@ func (d *device) open() error {
 	}
 	d.ctx = ctx
 	d.caps = d.look()
-	d.form.Store(int32(driver.Forms()))
 	if err := d.do(d.make); err != nil {
 		return errors.Join(err, d.unmake())
 	}
@@ -62,16 +63,17 @@ func (d *device) open() error {
 	}
 	d.ready = true
 	d.r.log.Info("device opened", "device", d.gpu.UUID.String(), "name", d.gpu.Name, "driver", d.caps.Driver,
-		"batch", d.form.Load() != int32(driver.OneByOne), "dma_buf", d.caps.DMABuf, "peermem", d.caps.PeerMem, "scatter_below", d.caps.Scatter)
+		"batch", d.caps.Batch, "dma_buf", d.caps.DMABuf, "peermem", d.caps.PeerMem, "scatter_below", d.caps.Scatter)
 	return nil
 }
 
-// look finds out what the device can.
+// look finds out what the device can, without a context.
 func (d *device) look() Capabilities {
 	dev := driver.Device(d.gpu.Ordinal)
 	_, err := os.Stat("/sys/module/nvidia_peermem")
 	return Capabilities{
 		Driver:       driver.Version(),
+		Batch:        driver.Form(d.form.Load()) != driver.OneByOne,
 		DMABuf:       dev.Attribute(driver.DMABufs) != 0,
 		PeerMem:      err == nil,
 		OwnerOrdered: dev.Attribute(driver.WritesOrdering) >= ownerOrdered,

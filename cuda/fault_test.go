@@ -9,7 +9,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/cuda/cudatest"
@@ -67,7 +69,7 @@ func everything(w *cudatest.World, host []byte) (err error) {
 		if err != nil {
 			return err
 		}
-		f, _, err := in.DMABuf(0, 65536)
+		f, _, err := x.DMABuf(0, 65536)
 		if err != nil {
 			return err
 		}
@@ -288,4 +290,237 @@ func TestFlushWhereTheDeviceWantsIt(t *testing.T) {
 	if n := mine(w).Calls["cuFlushGPUDirectRDMAWrites"]; n != 1 {
 		t.Errorf("%d flushes", n)
 	}
+}
+
+// What only a new process gets over is found out at the first call that says so,
+// also where it starts a copy.
+func TestStickyErrorKillsTheDevice(t *testing.T) {
+	defaultDriver(t)
+	for name, code := range map[string]int{"assert": 710, "link between devices": 220, "contained": 226, "tensor memory": 721} {
+		t.Run(name, func(t *testing.T) {
+			r, w := open(t, cuda.Options{})
+			a := alloc(t, r, 1<<20)
+			w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: "cuMemcpyBatchAsync", Code: code, Count: 1}}})
+			for range 2 {
+				err := a.WriteFrom(make([]byte, 4096), whole(4096)).Wait()
+				if e, ok := errors.AsType[*cuda.Error](err); !ok || e.Code != code || !errors.Is(err, cuda.ErrDead) {
+					t.Errorf("%v", err)
+				}
+			}
+			<-r.Dead()
+		})
+	}
+}
+
+// The error names the call that has failed, also where the driver takes no batches.
+func TestErrorNamesTheCall(t *testing.T) {
+	defaultDriver(t)
+	r, w := open(t, cuda.Options{})
+	a := alloc(t, r, 1<<20)
+	host := make([]byte, 4096)
+	copies := map[string]func() memory.Ticket{
+		"cuMemcpyHtoDAsync": func() memory.Ticket { return a.WriteFrom(host, whole(4096)) },
+		"cuMemcpyDtoHAsync": func() memory.Ticket { return a.ReadInto(host, whole(4096)) },
+		"cuMemcpyAsync":     func() memory.Ticket { return a.Move([]memory.Segment{{Arena: 8192, Bytes: 4096}}) },
+	}
+	named := func(want string, f func() memory.Ticket, code int) {
+		t.Helper()
+		err := f().Wait()
+		if e, ok := errors.AsType[*cuda.Error](err); !ok || e.Call != want || e.Code != code {
+			t.Errorf("%v, want one of %s", err, want)
+		}
+	}
+	for _, f := range copies {
+		w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: "cuMemcpyBatchAsync", Code: 1, Count: 1}}})
+		named("cuMemcpyBatchAsync", f, 1)
+	}
+	for call, f := range copies {
+		w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: "cuMemcpyBatchAsync", Code: cudatest.NotSupported}, {Call: call, Code: 1}}})
+		named(call, f, 1)
+	}
+}
+
+// A copy from a dead device to one that lives fails before it starts, and tells
+// whose death it is; so does a look at each.
+func TestPullFromADeadDevice(t *testing.T) {
+	if !alone(t, devicesEnv+"=peers") {
+		return
+	}
+	r, w := open(t, cuda.Options{})
+	gpus := r.GPUs()
+	a := alloc(t, r, 1<<20)
+	b, err := r.Alloc(gpus[1].UUID, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	wait(t, r.Pull(a, b, whole(4096)))
+	w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: "cuMemcpyBatchAsync", Code: cudatest.IllegalAddress, Count: 1}}})
+	if err := b.Move([]memory.Segment{{Arena: 8192, Bytes: 10}}).Wait(); !errors.Is(err, cuda.ErrDead) {
+		t.Fatal(err)
+	}
+	before := mine(w).Calls["cuMemcpyBatchAsync"]
+	if err := r.Pull(a, b, whole(4096)).Wait(); !errors.Is(err, cuda.ErrDead) || !strings.Contains(fmt.Sprint(err), gpus[1].UUID.String()) {
+		t.Errorf("%v", err)
+	}
+	if n := mine(w).Calls["cuMemcpyBatchAsync"]; n != before {
+		t.Errorf("%d calls, and %d before", n, before)
+	}
+	wait(t, a.Move([]memory.Segment{{Arena: 8192, Bytes: 10}})) // it lives
+	if c, err := r.Look(gpus[0].UUID); err != nil || !c.Batch {
+		t.Errorf("%+v, %v", c, err)
+	}
+	if c, err := r.Look(gpus[1].UUID); !errors.Is(err, cuda.ErrDead) || !strings.Contains(fmt.Sprint(err), gpus[1].UUID.String()) || c.Driver == 0 {
+		t.Errorf("%+v, %v", c, err)
+	}
+}
+
+// A look makes no context and takes nothing, and knows what an open device says.
+func TestLook(t *testing.T) {
+	r, w := open(t, cuda.Options{Scatter: measured})
+	u := r.GPUs()[0].UUID
+	before := mine(w)
+	c, err := r.Look(u)
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := mine(w)
+	for call, n := range now.Calls {
+		if n != before.Calls[call] && call != "cuDeviceGetAttribute" && call != "cuDriverGetVersion" {
+			t.Errorf("%d calls of %s", n-before.Calls[call], call)
+		}
+	}
+	if now.Live() != before.Live() || now.DeviceBytes != before.DeviceBytes {
+		t.Errorf("before %+v, now %+v", before, now)
+	}
+	opened, err := r.Capabilities(u)
+	if opened.Scatter = 0; err != nil || opened != c || c.Driver == 0 {
+		t.Errorf("%+v, and opened %+v, %v", c, opened, err)
+	}
+	if c, err := r.Look(cuda.UUID{}); !errors.Is(err, cuda.ErrUnavailable) || c != (cuda.Capabilities{}) {
+		t.Errorf("%+v, %v", c, err)
+	}
+}
+
+// Close waits for what is just being made, and a second Close for the first: the
+// context is there as long.
+func TestCloseWaitsForCalls(t *testing.T) {
+	r, w := open(t, cuda.Options{})
+	u := r.GPUs()[0].UUID
+	if _, err := r.Capabilities(u); err != nil {
+		t.Fatal(err)
+	}
+	before := mine(w)
+	w.Set(cudatest.Faults{Hold: true})
+	ended := make(chan error, 3)
+	go func() {
+		a, err := r.Alloc(u, 1<<20)
+		if err == nil {
+			err = a.Close()
+		}
+		ended <- err
+	}()
+	until(t, "it is being filled", func() bool { return mine(w).Calls["cuMemsetD8Async"] > before.Calls["cuMemsetD8Async"] })
+	closed := func() bool { return errors.Is(r.Reach(u, u), cuda.ErrClosed) }
+	go func() { ended <- r.Close() }()
+	until(t, "the runtime is being closed", closed)
+	go func() { ended <- r.Close() }()
+	select {
+	case err := <-ended:
+		t.Errorf("one did not wait: %v", err)
+		ended <- err
+	case <-time.After(20 * time.Millisecond):
+	}
+	w.Clear()
+	for range 3 {
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+	if now := mine(w); now.Live() >= before.Live() {
+		t.Errorf("before %+v, now %+v", before, now)
+	}
+	for name, err := range map[string]error{
+		"alloc":        func() error { _, err := r.Alloc(u, 1); return err }(),
+		"wrap":         func() error { _, err := r.Wrap(u, 1<<20, 1); return err }(),
+		"import":       func() error { _, err := r.Import(cuda.Handle{Kind: cuda.Legacy, UUID: u, Bytes: 1}, nil); return err }(),
+		"capabilities": func() error { _, err := r.Capabilities(u); return err }(),
+	} {
+		if !errors.Is(err, cuda.ErrClosed) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// Whatever runs beside Close either works or says that it is closed, and leaves
+// nothing.
+func TestCallsBesideClose(t *testing.T) {
+	w := world(t)
+	defer w.Clear()
+	before := mine(w)
+	for n := range 12 {
+		r, err := cuda.Open(cuda.Options{Library: w.Library(), Scatter: -1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		u, host := r.GPUs()[0].UUID, mapped(t, 1<<20)
+		w.Set(cudatest.Faults{Delay: 2 * time.Millisecond})
+		var work sync.WaitGroup
+		rounds := make(chan struct{}, 1000)
+		for range 4 {
+			work.Go(func() {
+				for beside(r, u, host) == nil {
+					select {
+					case rounds <- struct{}{}:
+					default:
+					}
+				}
+			})
+		}
+		for range n {
+			<-rounds
+		}
+		if err := r.Close(); err != nil {
+			t.Errorf("close: %v", err)
+		}
+		work.Wait()
+		if r.Reason() != nil {
+			t.Errorf("dead: %v", r.Reason())
+		}
+		if now := mine(w); now.Live() != before.Live() {
+			t.Fatalf("before %+v, now %+v", before, now)
+		}
+	}
+}
+
+// beside does some of all until the runtime is closed.
+func beside(r *cuda.Runtime, u cuda.UUID, host []byte) error {
+	a, err := r.Alloc(u, 1<<20)
+	if err != nil {
+		return err
+	}
+	if unpin, err := a.Pin(host); err == nil {
+		err = errors.Join(a.WriteFrom(host, whole(4096)).Wait(), r.Pull(a, a, whole(1)).Wait(), unpin())
+		if err != nil {
+			return errors.Join(err, a.Close())
+		}
+	}
+	if h, files, err := a.Export(); err == nil {
+		if b, err := r.Import(h, files); err == nil {
+			b.Close()
+		}
+	}
+	return a.Close()
+}
+
+// What an event says is told, though all that stands before it has ended well.
+func TestEventFails(t *testing.T) {
+	r, w := open(t, cuda.Options{})
+	a := alloc(t, r, 1<<20)
+	w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: "cuEventQuery", Code: 1, Count: 1}}})
+	err := a.WriteFrom(make([]byte, 4096), whole(4096)).Wait()
+	if e, ok := errors.AsType[*cuda.Error](err); !ok || e.Call != "cuEventQuery" || errors.Is(err, cuda.ErrDead) {
+		t.Errorf("%v", err)
+	}
+	wait(t, a.WriteFrom(make([]byte, 4096), whole(4096)))
 }

@@ -28,6 +28,7 @@ type Handle struct {
 	Offset int64    // of the arena in the allocation
 	Bytes  int64    // of the arena
 	IPC    [64]byte // Legacy
+	Word   uint64   // Legacy: another for each allocation, though the driver gave IPC again
 	Chunks []int64  // Files: bytes of each, in the order of the files
 }
 
@@ -35,7 +36,7 @@ type Handle struct {
 const handleVersion = 1
 
 // The wire form: version, kind, UUID, offset and bytes in eight bytes each, and
-// then 64 bytes, or a count in four and eight bytes for each chunk. Little-endian.
+// then 64 bytes and the word in eight, or a count in four and eight bytes for each chunk. Little-endian.
 const handleFixed = 1 + 1 + 16 + 8 + 8
 
 // Append appends the handle's wire form to b.
@@ -45,7 +46,7 @@ func (h Handle) Append(b []byte) []byte {
 	b = binary.LittleEndian.AppendUint64(b, uint64(h.Offset))
 	b = binary.LittleEndian.AppendUint64(b, uint64(h.Bytes))
 	if h.Kind == Legacy {
-		return append(b, h.IPC[:]...)
+		return binary.LittleEndian.AppendUint64(append(b, h.IPC[:]...), h.Word)
 	}
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(h.Chunks)))
 	for _, n := range h.Chunks {
@@ -80,10 +81,10 @@ func parseHandle(b []byte) (Handle, error) {
 	rest := b[handleFixed:]
 	switch h.Kind {
 	case Legacy:
-		if len(rest) != len(h.IPC) {
-			return Handle{}, fmt.Errorf("%d bytes for the driver, want %d", len(rest), len(h.IPC))
+		if len(rest) != len(h.IPC)+8 {
+			return Handle{}, fmt.Errorf("%d bytes of the driver and of the allocation, want %d", len(rest), len(h.IPC)+8)
 		}
-		copy(h.IPC[:], rest)
+		h.Word = binary.LittleEndian.Uint64(rest[copy(h.IPC[:], rest):])
 	case Files:
 		if len(rest) < 4 {
 			return Handle{}, errors.New("no number of chunks")

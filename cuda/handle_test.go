@@ -24,8 +24,10 @@ func handles() map[string]cuda.Handle {
 	for i := range h.IPC {
 		h.IPC[i] = byte(i + 1)
 	}
+	h.Word = 0xf1f2f3f4f5f6f7f8
 	f := h
 	f.Kind, f.IPC, f.Offset, f.Chunks = cuda.Files, [64]byte{}, 4096, []int64{2 << 20, 20 << 20, 4 << 20}
+	f.Word = 0
 	return map[string]cuda.Handle{"legacy": h, "files": f}
 }
 
@@ -64,7 +66,7 @@ func FuzzParseHandle(f *testing.F) {
 	for _, h := range handles() {
 		f.Add(h.Append(nil))
 	}
-	f.Add(bytes.Repeat([]byte{0xff}, 98))
+	f.Add(bytes.Repeat([]byte{0xff}, 106))
 	f.Add([]byte{1, 2})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, err := cuda.ParseHandle(b)

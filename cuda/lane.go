@@ -384,7 +384,7 @@ func (l *lane) wait(f *flight) error {
 		}
 		return l.d.die(errors.Join(err, again))
 	}
-	return nil
+	return err
 }
 
 // passed returns when the stream has come by an event. Each time that it has not,

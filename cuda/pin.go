@@ -36,6 +36,8 @@ type pinned struct {
 	users  sync.WaitGroup
 	stop   chan struct{}
 	ended  chan struct{} // closed when the registering has
+	err    error         // why nothing of it is registered; set before ended is closed
+	gone   chan struct{} // closed when all has been undone
 
 	refs int // guarded by pins.mu
 }
@@ -79,20 +81,21 @@ func (r *pinRegistry) take(host []byte, add func() *pinned) (p *pinned, fresh bo
 	return p, true
 }
 
-// drop gives a reference back, or all, and says whether the memory was pinned
-// until then, and is not any more. Nobody finds it after that.
-func (r *pinRegistry) drop(p *pinned, all bool) bool {
+// drop gives a reference back, or all, and says whether it was the last, and
+// whether the caller is to undo what was pinned, or somebody else already does.
+// Nobody finds it after that.
+func (r *pinRegistry) drop(p *pinned, all bool) (last, mine bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if p.refs--; p.refs > 0 && !all {
-		return false
+		return false, false
 	}
 	i := slices.Index(r.list, p)
 	if i < 0 {
-		return false
+		return true, false
 	}
 	r.list = slices.Delete(r.list, i, i+1)
-	return true
+	return true, true
 }
 
 // chunkRest is how many bytes at an offset of host, which is part of p, are of
@@ -116,8 +119,9 @@ func (p *pinned) chunk(i int) []byte {
 // into one chunk ([Options]) is pinned when it returns, and the error is the
 // driver's. More is pinned in the background, a chunk at a time, and is used
 // before that; a chunk that the driver refuses is logged, and stays slow. The same
-// memory, or a part of it, may be pinned several times, by any device, and the
-// last unpin counts. unpin waits for copies.
+// memory, or a part of it, may be pinned several times, by any device: that is one
+// pinning, which goes on as the first has begun it, and ends with the last unpin.
+// unpin waits for copies.
 func (a *Arena) Pin(host []byte) (unpin func() error, err error) {
 	if err := a.enter(); err != nil {
 		return nil, err
@@ -136,62 +140,64 @@ func (d *device) pin(host []byte) (*pinned, error) {
 	}
 	p, fresh := pins.take(host, func() *pinned {
 		return &pinned{
-			d: d, host: host, refs: 1, stop: make(chan struct{}), ended: make(chan struct{}),
+			d: d, host: host, refs: 1, stop: make(chan struct{}), ended: make(chan struct{}), gone: make(chan struct{}),
 			bytes: d.r.chunk, chunks: make([]atomic.Bool, (int64(len(host))+d.r.chunk-1)/d.r.chunk),
 		}
 	})
-	if !fresh {
-		return p, nil
-	}
-	if err := d.r.addPin(p); err != nil {
-		close(p.ended)
-		return nil, errors.Join(err, p.unpin())
-	}
-	d.r.counts.pinning.Add(int64(len(host)))
-	if len(p.chunks) == 1 {
-		if err := p.register(); err != nil {
-			return nil, errors.Join(err, p.unpin())
+	switch {
+	case fresh:
+		if p.err = d.r.addPin(p); p.err == nil {
+			d.r.counts.pinning.Add(int64(len(host)))
+			if len(p.chunks) > 1 {
+				d.r.work.Go(p.registerSlowly)
+				return p, nil
+			}
+			p.err = p.register(0)
 		}
+		close(p.ended)
+	case len(p.chunks) > 1:
 		return p, nil
+	default:
+		<-p.ended
 	}
-	d.r.work.Go(p.registerSlowly)
+	if p.err != nil {
+		return nil, errors.Join(p.err, p.unpin())
+	}
 	return p, nil
 }
 
-// registerSlowly logs what register does.
+// registerSlowly registers the chunks, one after the other, unless it is stopped,
+// and logs what becomes of them.
 func (p *pinned) registerSlowly() {
+	defer close(p.ended)
 	log, begin := p.d.r.log, time.Now()
 	log.Info("pinning host memory", "bytes", len(p.host))
-	err := p.register()
-	log.Info("pinned host memory", "bytes", p.registered(), "took", time.Since(begin), "err", err)
+	for i := range p.chunks {
+		if err := p.register(i); err != nil {
+			log.Warn("host memory stays unpinned, copies from and to it are slow", "bytes", len(p.chunk(i)), "chunk", i, "err", err)
+			continue
+		}
+		log.Debug("pinning host memory", "chunk", i+1, "chunks", len(p.chunks))
+	}
+	log.Info("pinned host memory", "bytes", p.registered(), "took", time.Since(begin))
 }
 
-// register registers the chunks, one after the other, unless it is stopped.
-func (p *pinned) register() error {
-	defer close(p.ended)
-	r := p.d.r
-	var errs []error
-	for i := range p.chunks {
-		b := p.chunk(i)
-		select {
-		case <-p.stop:
-		case r.turn <- struct{}{}:
-			err := p.d.do(func() error { return driver.Register(b) })
-			<-r.turn
-			if err != nil {
-				r.log.Warn("host memory stays unpinned, copies from and to it are slow", "bytes", len(b), "chunk", i, "err", err)
-				errs = append(errs, err)
-				break
-			}
-			p.chunks[i].Store(true)
-			r.counts.pinned.Add(int64(len(b)))
-			if len(p.chunks) > 1 {
-				r.log.Debug("pinning host memory", "chunk", i+1, "chunks", len(p.chunks))
-			}
-		}
-		r.counts.pinning.Add(-int64(len(b)))
+// register registers a chunk, unless it is stopped.
+func (p *pinned) register(i int) error {
+	r, b := p.d.r, p.chunk(i)
+	defer r.counts.pinning.Add(-int64(len(b)))
+	select {
+	case <-p.stop:
+		return nil
+	case r.turn <- struct{}{}:
 	}
-	return errors.Join(errs...)
+	err := p.d.do(func() error { return driver.Register(b) })
+	<-r.turn
+	if err == nil {
+		p.chunks[i].Store(true)
+		r.counts.pinned.Add(int64(len(b)))
+	}
+	return err
 }
 
 // registered is how many bytes are pinned.
@@ -211,14 +217,20 @@ func (p *pinned) unpin() error { return p.drop(false) }
 
 // drop is unpin, of all references where asked.
 func (p *pinned) drop(all bool) error {
-	if !pins.drop(p, all) {
+	last, mine := pins.drop(p, all)
+	switch {
+	case !last:
+		return nil
+	case !mine:
+		<-p.gone
 		return nil
 	}
+	defer close(p.gone)
 	close(p.stop)
 	p.users.Wait()
 	<-p.ended
 	r := p.d.r
-	r.removePin(p)
+	defer r.removePin(p) // until then Close waits for it
 	var errs []error
 	for i := range p.chunks {
 		if p.chunks[i].Load() {

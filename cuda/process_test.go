@@ -226,7 +226,7 @@ func importer(r *cuda.Runtime, in *bufio.Scanner) error {
 	if err := a.ReadInto(got, whole(len(got))).Wait(); err != nil {
 		return err
 	}
-	if !bytes.Equal(got, want) || !a.Imported() {
+	if !bytes.Equal(got, want) || r.Stats().Imported != 1 {
 		return errors.New("other bytes")
 	}
 	fill(want, 2)
@@ -303,6 +303,20 @@ func exported(t *testing.T, a *cuda.Arena) (cuda.Handle, []*os.File) {
 		t.Fatal(err)
 	}
 	return h, files
+}
+
+// tells is the handle that a process that exports says first.
+func (p *another) tells(t *testing.T) cuda.Handle {
+	t.Helper()
+	wire, err := hex.DecodeString(p.hear(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	h, err := cuda.ParseHandle(wire)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
 }
 
 // importing has another process that has imported an arena, and has written to it.
@@ -433,17 +447,104 @@ func TestExporterIsKilled(t *testing.T) {
 func TestDeadMakersHandleOpensNothing(t *testing.T) {
 	r, w := open(t, cuda.Options{})
 	p := start(t, w, "export", nil)
-	wire, err := hex.DecodeString(p.hear(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	h, err := cuda.ParseHandle(wire)
-	if err != nil {
-		t.Fatal(err)
-	}
+	h := p.tells(t)
 	p.kill()
-	_, err = r.Import(h, nil)
+	_, err := r.Import(h, nil)
 	if e, ok := errors.AsType[*cuda.Error](err); !ok || e.Call != "cuIpcOpenMemHandle" {
 		t.Errorf("import: %v", err)
+	}
+}
+
+// Memory of several pieces can be an arena if files tell them, and the error says
+// how an engine comes by such.
+func TestPiecesWithoutFiles(t *testing.T) {
+	r, w := open(t, cuda.Options{})
+	h := start(t, w, "export", nil).tells(t)
+	in, err := r.Import(h, nil) // files tell of it as little
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	part, err := r.Wrap(h.UUID, in.Address(), h.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := part.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := r.Wrap(h.UUID, in.Address(), 64<<20); !errors.Is(err, cuda.ErrNotShareable) || !strings.Contains(err.Error(), "expandable_segments:False") {
+		t.Errorf("%v", err)
+	}
+}
+
+// A driver may give the 64 bytes of memory that was freed again. Who still has that
+// imported is told so, and is not given the old memory for the new.
+func TestHandleThatIsGivenAgain(t *testing.T) {
+	r, w := open(t, cuda.Options{})
+	h := start(t, w, "export", nil).tells(t)
+	in, err := r.Import(h, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := r.Import(h, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := h
+	other.Word++
+	if _, err := r.Import(other, nil); err == nil || !strings.Contains(err.Error(), "still imported") {
+		t.Errorf("%v", err)
+	}
+	for _, a := range []*cuda.Arena{in, again} {
+		if err := a.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	in, err = r.Import(other, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := in.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// All that is told of one allocation has one word, and no two allocations have the
+// same, wherever they are; our own is found by it alone.
+func TestWordOfAnAllocation(t *testing.T) {
+	r, w := open(t, cuda.Options{})
+	seen := map[uint64]bool{start(t, w, "export", nil).tells(t).Word: true}
+	for range 3 {
+		a := sharedArena(t, r, false)
+		h, _ := exported(t, a)
+		if seen[h.Word] {
+			t.Errorf("%#x again", h.Word)
+		}
+		seen[h.Word] = true
+		part, err := r.Wrap(h.UUID, a.Address()+4096, 4096)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, _ := exported(t, part); got.Word != h.Word || got.IPC != h.IPC {
+			t.Errorf("%+v of %+v", got, h)
+		}
+		if err := part.Close(); err != nil {
+			t.Error(err)
+		}
+		other := h
+		other.Word++
+		if _, err := r.Import(other, nil); err == nil {
+			t.Error("memory of before was imported as that of now")
+		}
+		in, err := r.Import(h, nil) // as it was told twice, and one is closed
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := in.Close(); err != nil {
+			t.Error(err)
+		}
+		if err := a.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }

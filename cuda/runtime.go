@@ -27,10 +27,13 @@ type Runtime struct {
 	turn    chan struct{}  // to pin: the driver has locks for that which all of its users want
 	dead    chan struct{}
 	counts  counts
+	shut    sync.Once
+	shutErr error
 
 	mu     sync.Mutex
 	closed bool
-	reason error // of the first device that died
+	calls  sync.WaitGroup // what needs a device and has no arena yet; Add under mu, while not closed
+	reason error          // of the first device that died
 	arenas map[*Arena]struct{}
 	pins   map[*pinned]struct{}
 }
@@ -147,18 +150,45 @@ func (r *Runtime) device(u UUID) (*device, error) {
 	return nil, fmt.Errorf("%w: this process sees no device %s, only %s (CUDA_VISIBLE_DEVICES?)", ErrUnavailable, u, strings.Join(have, ", "))
 }
 
-// Capabilities are what a device and its driver can. It makes the device's context.
+// Capabilities are what a device and its driver can. It opens the device, which
+// costs memory of it, and time: [Runtime.Look] does not.
 func (r *Runtime) Capabilities(u UUID) (Capabilities, error) {
+	if err := r.enter(); err != nil {
+		return Capabilities{}, err
+	}
+	defer r.calls.Done()
 	d, err := r.opened(u)
 	if err != nil {
 		return Capabilities{}, err
 	}
-	c := d.caps
-	c.Batch = driver.Form(d.form.Load()) != driver.OneByOne
+	c := d.look()
+	c.Scatter = d.caps.Scatter
 	return c, nil
 }
 
-// opened is a device that is ready for copies.
+// Look is Capabilities of a device as it is, opened or not: it makes no context
+// and takes no memory. Scatter, which is measured, is 0. Of a device that is dead
+// it returns what that could do, and an error that wraps [ErrDead].
+func (r *Runtime) Look(u UUID) (Capabilities, error) {
+	d, err := r.device(u)
+	if err != nil {
+		return Capabilities{}, err
+	}
+	return d.look(), d.alive()
+}
+
+// enter keeps the runtime open until calls.Done.
+func (r *Runtime) enter() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return fmt.Errorf("runtime: %w", ErrClosed)
+	}
+	r.calls.Add(1)
+	return nil
+}
+
+// opened is a device that is ready for copies. Who asks has entered.
 func (r *Runtime) opened(u UUID) (*device, error) {
 	d, err := r.device(u)
 	if err != nil {
@@ -173,6 +203,10 @@ func (r *Runtime) opened(u UUID) (*device, error) {
 // Reach says whether a device can read the memory of another by itself, and makes
 // it so; nil if they are one. The error says why not: copies go by the host then.
 func (r *Runtime) Reach(dst, src UUID) error {
+	if err := r.enter(); err != nil {
+		return err
+	}
+	defer r.calls.Done()
 	d, err := r.opened(dst)
 	if err != nil {
 		return err
@@ -227,18 +261,12 @@ func (r *Runtime) Stats() Stats {
 	return s
 }
 
-// add takes an arena in, or lets its memory go if the runtime has been closed.
-func (r *Runtime) add(a *Arena) (*Arena, error) {
+// add takes an arena in. Who makes it has entered: Close finds it.
+func (r *Runtime) add(a *Arena) *Arena {
 	r.mu.Lock()
-	closed := r.closed
-	if !closed {
-		r.arenas[a] = struct{}{}
-	}
-	r.mu.Unlock()
-	if closed {
-		return nil, errors.Join(fmt.Errorf("runtime: %w", ErrClosed), a.block.release())
-	}
-	return a, nil
+	defer r.mu.Unlock()
+	r.arenas[a] = struct{}{}
+	return a
 }
 
 func (r *Runtime) remove(a *Arena) {
@@ -247,15 +275,19 @@ func (r *Runtime) remove(a *Arena) {
 	delete(r.arenas, a)
 }
 
-// Close waits for every copy and frees what is left. Arenas are closed before.
-// It may be called twice.
+// Close waits for every call and every copy, and frees what is left: arenas that
+// are open are closed. It may be called twice, and returns when all is over.
 func (r *Runtime) Close() error {
+	r.shut.Do(func() { r.shutErr = r.close() })
+	return r.shutErr
+}
+
+func (r *Runtime) close() error {
 	r.mu.Lock()
-	if r.closed {
-		r.mu.Unlock()
-		return nil
-	}
 	r.closed = true
+	r.mu.Unlock()
+	r.calls.Wait()
+	r.mu.Lock()
 	arenas := make([]*Arena, 0, len(r.arenas))
 	for a := range r.arenas {
 		arenas = append(arenas, a)

@@ -5,6 +5,7 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"slices"
 	"sync"
@@ -18,11 +19,15 @@ import (
 // counts by process: it opens no handle of its own, and each of another's once.
 //
 //nolint:gochecknoglobals // for that reason
-var blocks = registry{told: make(map[[64]byte]*block), imported: make(map[importKey]*block), busy: make(map[importKey]chan struct{})}
+var blocks = registry{
+	word: rand.Uint64(), told: make(map[[64]byte][]*block), imported: make(map[importKey]*block), busy: make(map[importKey]chan struct{}),
+}
 
 type registry struct {
+	word uint64 // of this process, as others have allocations of the same numbers
+
 	mu       sync.Mutex
-	told     map[[64]byte]*block
+	told     map[[64]byte][]*block // an allocation that was wrapped twice has two
 	imported map[importKey]*block
 	busy     map[importKey]chan struct{} // being opened, or closed, until that is closed
 }
@@ -42,7 +47,9 @@ func (r *registry) drop(b *block, free func() error) error {
 		return nil
 	}
 	if b.handle {
-		delete(r.told, b.told)
+		if r.told[b.told] = slices.DeleteFunc(r.told[b.told], func(other *block) bool { return other == b }); len(r.told[b.told]) == 0 {
+			delete(r.told, b.told)
+		}
 	}
 	closing := make(chan struct{})
 	if b.key != (importKey{}) {
@@ -61,34 +68,40 @@ func (r *registry) drop(b *block, free func() error) error {
 }
 
 // tell remembers by which handle a block was told.
-func (r *registry) tell(b *block, ipc [64]byte) {
+func (r *registry) tell(b *block, ipc [64]byte, word uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !b.handle {
-		b.handle, b.told = true, ipc
-		r.told[ipc] = b
+		b.handle, b.told, b.word = true, ipc, word
+		r.told[ipc] = append(r.told[ipc], b)
 	}
 }
 
 // own is a reference to the block that this process has told by a handle, nil
 // if it has told none.
-func (r *registry) own(ipc [64]byte, u UUID) *block {
+func (r *registry) own(h Handle) *block {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	b := r.told[ipc]
-	if b == nil || b.d.gpu.UUID != u {
-		return nil
+	for _, b := range r.told[h.IPC] {
+		if b.d.gpu.UUID == h.UUID && b.word == h.Word {
+			b.refs++
+			return b
+		}
 	}
-	b.refs++
-	return b
+	return nil
 }
 
 // open is a reference to the block of another's handle, which f opens if this
-// process has not.
-func (r *registry) open(key importKey, f func() (*block, error)) (*block, error) {
+// process has not. While it has, the driver would open the same memory again by
+// the same bytes, whatever they are of now.
+func (r *registry) open(h Handle, f func() (*block, error)) (*block, error) {
+	key := importKey{h.UUID, h.IPC}
 	for {
 		r.mu.Lock()
-		if b := r.imported[key]; b != nil {
+		if b := r.imported[key]; b != nil && b.word != h.Word {
+			r.mu.Unlock()
+			return nil, errors.New("the driver has given its handle before, of memory that is still imported here and was freed there: close that first")
+		} else if b != nil {
 			b.refs++
 			r.mu.Unlock()
 			return b, nil
@@ -107,7 +120,7 @@ func (r *registry) open(key importKey, f func() (*block, error)) (*block, error)
 		r.mu.Lock()
 		delete(r.busy, key)
 		if err == nil {
-			b.key = key
+			b.key, b.word = key, h.Word
 			r.imported[key] = b
 		}
 		r.mu.Unlock()
@@ -150,10 +163,14 @@ func (a *Arena) export() (h Handle, files []*os.File, err error) {
 			if err == nil {
 				h.IPC, err = driver.IPCHandle(b.base)
 			}
+			if err == nil {
+				h.Word, err = driver.BufferID(b.base)
+			}
 			return err
 		})
 		if err == nil {
-			blocks.tell(b, h.IPC)
+			h.Word += blocks.word
+			blocks.tell(b, h.IPC, h.Word)
 		}
 		return h, nil, err
 	}
@@ -201,12 +218,13 @@ func duplicates(files []*os.File) (list []*os.File, err error) {
 
 // Import opens what another process has exported, and takes the files over,
 // also with an error. The device is named by the handle. What this process has
-// exported itself is the same memory again.
+// exported itself is the same memory again. The error wraps [ErrNoMemory] where
+// the device, or this process, has no room left for it.
 func (r *Runtime) Import(h Handle, files []*os.File) (*Arena, error) {
 	a, err := r.imports(h, files)
 	if err != nil {
 		closeAll(files)
-		return nil, fmt.Errorf("import an arena: %w", err)
+		return nil, fmt.Errorf("import an arena: %w", full(err))
 	}
 	return a, nil
 }
@@ -218,6 +236,10 @@ func closeAll(files []*os.File) {
 }
 
 func (r *Runtime) imports(h Handle, files []*os.File) (*Arena, error) {
+	if err := r.enter(); err != nil {
+		return nil, err
+	}
+	defer r.calls.Done()
 	if err := h.check(); err != nil {
 		return nil, err
 	}
@@ -243,14 +265,14 @@ func (r *Runtime) imports(h Handle, files []*os.File) (*Arena, error) {
 	a := newArena(d, b, h.Offset, h.Bytes)
 	h.Chunks = slices.Clone(h.Chunks)
 	a.imported, a.handle, a.files = true, h, files
-	return r.add(a)
+	return r.add(a), nil
 }
 
 func importLegacy(d *device, h Handle) (*block, error) {
-	if b := blocks.own(h.IPC, h.UUID); b != nil {
+	if b := blocks.own(h); b != nil {
 		return b, nil
 	}
-	return blocks.open(importKey{h.UUID, h.IPC}, func() (*block, error) {
+	return blocks.open(h, func() (*block, error) {
 		b := &block{d: d, refs: 1, free: func(b *block) error { return driver.IPCClose(b.base) }}
 		err := d.do(func() error {
 			at, err := driver.IPCOpen(h.IPC)

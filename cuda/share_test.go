@@ -3,12 +3,15 @@ package cuda_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/cuda"
+	"github.com/kvferry/kvferry/cuda/cudatest"
 	"github.com/kvferry/kvferry/internal/memory"
 )
 
@@ -24,8 +27,8 @@ func TestOwnExportIsTheSameMemory(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !b.Imported() || b.Size() != a.Size() || other.Stats().Imported != 1 || r.Stats().Arenas != 1 {
-			t.Errorf("imported %t, %d bytes, %+v, %+v", b.Imported(), b.Size(), other.Stats(), r.Stats())
+		if b.Size() != a.Size() || other.Stats().Imported != 1 || r.Stats().Arenas != 1 {
+			t.Errorf("%d bytes, %+v, %+v", b.Size(), other.Stats(), r.Stats())
 		}
 		want := make([]byte, shared)
 		fill(want, 9)
@@ -56,8 +59,8 @@ func TestPartOfAnAllocation(t *testing.T) {
 		}
 		defer part.Close()
 		h, files := exported(t, part)
-		if h.Bytes != bytesOf || (!chunks && h.Offset != offset) || (chunks && part.Chunks() != 3) {
-			t.Errorf("%+v, %d chunks", h, part.Chunks())
+		if h.Bytes != bytesOf || (!chunks && h.Offset != offset) || (chunks && len(h.Chunks) != 3) {
+			t.Errorf("%+v", h)
 		}
 		got, err := r.Import(h, files)
 		if err != nil {
@@ -171,4 +174,41 @@ func TestDMABufBeginsWhereItSays(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// Chunks that another process lent are not given to cards, and the error says how
+// an engine lends none; our own are as any memory of ours.
+func TestLentChunksAreOutOfReach(t *testing.T) {
+	both(t, func(t *testing.T, chunks bool) {
+		r, _ := open(t, cuda.Options{})
+		a := sharedArena(t, r, chunks)
+		in, err := r.Import(exported(t, a))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer in.Close()
+		for _, x := range []*cuda.Arena{a, in} {
+			f, _, err := x.DMABuf(0, 65536)
+			if err == nil {
+				f.Close()
+			}
+			lent := chunks && x == in
+			if lent != errors.Is(err, memory.ErrOutOfReach) || lent != errors.Is(err, memory.ErrNoDMABuf) || lent != (err != nil) {
+				t.Errorf("lent chunks %t: %v", lent, err)
+			}
+			if lent && !strings.Contains(fmt.Sprint(err), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False") {
+				t.Errorf("%v does not say what to set", err)
+			}
+		}
+	})
+}
+
+// No room for what is imported is no fault of who exports it.
+func TestImportWithoutMemory(t *testing.T) {
+	r, w := open(t, cuda.Options{})
+	h, files := exported(t, sharedArena(t, r, true))
+	w.Set(cudatest.Faults{Fail: []cudatest.Fail{{Call: "cuMemMap", Code: cudatest.OutOfMemory}}})
+	if _, err := r.Import(h, files); !errors.Is(err, cuda.ErrNoMemory) {
+		t.Errorf("%v", err)
+	}
 }

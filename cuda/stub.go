@@ -58,6 +58,9 @@ func (*Runtime) Stats() Stats { return Stats{} }
 // Capabilities returns [ErrUnavailable].
 func (*Runtime) Capabilities(UUID) (Capabilities, error) { return Capabilities{}, ErrUnavailable }
 
+// Look returns [ErrUnavailable].
+func (*Runtime) Look(UUID) (Capabilities, error) { return Capabilities{}, ErrUnavailable }
+
 // Close does nothing.
 func (*Runtime) Close() error { return nil }
 
@@ -71,12 +74,6 @@ var (
 
 // GPU is none.
 func (*Arena) GPU() GPU { return GPU{} }
-
-// Imported is false.
-func (*Arena) Imported() bool { return false }
-
-// Chunks is 0.
-func (*Arena) Chunks() int { return 0 }
 
 // Export returns [ErrUnavailable].
 func (*Arena) Export() (Handle, []*os.File, error) { return Handle{}, nil, ErrUnavailable }

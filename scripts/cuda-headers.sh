@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # cuda-headers.sh: compares our cuda.h with NVIDIA's of CUDA 12.9 and 13.0, out of
 # the wheels of PyPI: constants, sizes, and offsets by a program that both compile,
-# prototypes in one unit. Then it builds gorgonia.org/cu and package cuda with
-# NVIDIA's headers (through scripts/cuda-compat.h), and has ptxas accept our PTX.
+# prototypes in one unit, and by its comments which results break a context. Then
+# it builds gorgonia.org/cu and package cuda with NVIDIA's headers (through
+# scripts/cuda-compat.h), and has ptxas accept our PTX.
 # What is downloaded (about 80 MB) goes when it ends.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,6 +50,8 @@ compare() { # NAME INCLUDE
 	differ=$(diff "$tmp/own.txt" "$tmp/theirs.txt") || fail "our header (<) and that of $1 (>) differ:
 $differ"
 	${CC:-cc} -I"$2" -fsyntax-only "$tmp/prototypes.c" || fail "our prototypes are not those of $1 (above)"
+	differ=$(KVFERRY_CUDA_HEADER=$2/cuda.h go test -count 1 -run '^TestStickyIsAsTheHeaderSays$' ./cuda/internal/driver) || fail "other results break a context by the header of $1:
+$differ"
 	echo "$1: $(wc -l <"$tmp/own.txt") constants, sizes, and offsets are the same, and $(grep -c '^CUresult' "$tmp/prototypes.c") prototypes"
 }
 

@@ -136,9 +136,10 @@ func (s *Staging) one(buf []byte, arena memory.Arena, segments []memory.Segment,
 // of one size, through which bytes of device memory go. It is safe for
 // concurrent use.
 //
-// Two rules keep those who share buffers from waiting for each other. Who holds
+// Three rules keep those who share buffers from waiting for each other. Who holds
 // a buffer that no device is copying never waits for another one, here or at a
-// peer: TryGet is for that. And what serves peers and what reads from them have
+// peer: TryGet is for that. Who keeps buffers for as long as a peer likes takes no
+// further one from a pool that is [Pool.Crowded]. And what serves peers and what reads from them have
 // pools of their own: else the readers of two nodes hold what the owners of both
 // need to answer them.
 type Pool struct {
@@ -146,11 +147,45 @@ type Pool struct {
 	size   int
 	free   chan []byte
 	count  int
-	unpin  []func() error
+	unpin  func() error
 }
 
-// NewPool makes a pool of count buffers of size bytes, both at least 1. Devices
-// that cannot pin it copy slowly; refused is why, nil if all could.
+// DefaultStaging is the bytes of pinned memory that a transport takes for staging
+// where its options say nothing.
+const DefaultStaging = 64 << 20
+
+// StagedCopies is how many copies go through one buffer at most, which bounds what
+// is kept for it: as many as devices take in one call, so that a buffer costs one.
+const StagedCopies = 4096
+
+// Pin lets the devices of arenas pin host memory, which is mapped until unpin has
+// returned. Those that cannot copy it slowly; refused is why, nil if all could.
+// Unpin is to be called in both cases.
+func Pin(arenas map[id.Rank]memory.Arena, host []byte) (unpin func() error, refused error) {
+	var pinned []func() error
+	for _, a := range arenas {
+		stager, ok := a.(memory.Stager)
+		if !ok {
+			continue
+		}
+		one, err := stager.Pin(host)
+		if err != nil {
+			refused = errors.Join(refused, err)
+			continue
+		}
+		pinned = append(pinned, one)
+	}
+	return func() error {
+		var errs []error
+		for _, one := range pinned {
+			errs = append(errs, one())
+		}
+		return errors.Join(errs...)
+	}, refused
+}
+
+// NewPool makes a pool of count buffers of size bytes, both at least 1, pinned as
+// [Pin] does.
 func NewPool(name string, arenas map[id.Rank]memory.Arena, size, count int) (p *Pool, refused, err error) {
 	region, err := memory.New(name, int64(size)*int64(count))
 	if err != nil {
@@ -161,18 +196,7 @@ func NewPool(name string, arenas map[id.Rank]memory.Arena, size, count int) (p *
 		at := i * size
 		p.free <- region.Bytes()[at : at+size : at+size]
 	}
-	for _, a := range arenas {
-		stager, ok := a.(memory.Stager)
-		if !ok {
-			continue
-		}
-		unpin, err := stager.Pin(region.Bytes())
-		if err != nil {
-			refused = errors.Join(refused, err)
-			continue
-		}
-		p.unpin = append(p.unpin, unpin)
-	}
+	p.unpin, refused = Pin(arenas, region.Bytes())
 	return p, refused, nil
 }
 
@@ -226,14 +250,14 @@ func (p *Pool) Put(b []byte) {
 // Lent is how many buffers are in use.
 func (p *Pool) Lent() int { return p.count - len(p.free) }
 
+// Crowded reports whether more than half of the buffers are in use. The rest is for
+// those who have none.
+func (p *Pool) Crowded() bool { return 2*p.Lent() > p.count }
+
 // Close frees the memory. All buffers must have been given back.
 func (p *Pool) Close() error {
 	if lent := p.Lent(); lent > 0 {
 		return fmt.Errorf("close a pool for staging: %d of %d buffers are in use", lent, p.count)
 	}
-	var errs []error
-	for _, unpin := range p.unpin {
-		errs = append(errs, unpin())
-	}
-	return errors.Join(append(errs, p.region.Close())...)
+	return errors.Join(p.unpin(), p.region.Close())
 }

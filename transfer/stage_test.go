@@ -266,6 +266,20 @@ func TestPoolIsFair(t *testing.T) {
 	})
 }
 
+func TestPoolIsCrowded(t *testing.T) {
+	p := newPool(t, nil, 64, 4)
+	for lent := range 4 {
+		if got, want := p.Crowded(), lent == 3; got != want {
+			t.Errorf("%d of 4 buffers are lent: crowded %v", lent, got)
+		}
+		b, ok := p.TryGet()
+		if !ok {
+			t.Fatal("no buffer")
+		}
+		defer p.Put(b)
+	}
+}
+
 func TestPoolRefusesToClose(t *testing.T) {
 	d := newDevice(t, transfertest.DeviceOptions{})
 	of, _ := arenas(t, d, 1, 4096)

@@ -13,7 +13,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -30,6 +29,8 @@ var (
 	// ErrStalled: no byte landed for the stall time, or the attempt ran out of
 	// its total time.
 	ErrStalled = errors.New("no progress")
+	// ErrTotal: a read was not done within [Limits.Total].
+	ErrTotal = fmt.Errorf("the read took longer than its total time: %w", ErrStalled)
 	// ErrIdentity: who answered is not the life of the peer that the link was
 	// opened for.
 	ErrIdentity = errors.New("peer is another life")
@@ -131,15 +132,16 @@ type Limits struct {
 	Rate  int64         // bytes a second, the rest of it; default 10 MB/s
 }
 
-// Total is the longest that a read of so many bytes may take: Base + bytes/Rate.
+// Total is the longest that a read of so many bytes may take: Base + bytes/Rate, and
+// at most a century, so that a time with it added is one.
 func (l Limits) Total(bytes int64) time.Duration {
-	const century = 100 * 365 * 24 * time.Hour // beyond it sums may overflow
+	const century = 100 * 365 * 24 * time.Hour
 	l = l.WithDefaults()
 	seconds := float64(bytes) / float64(l.Rate)
 	if l.Base > century || seconds > century.Seconds() {
-		return math.MaxInt64
+		return century
 	}
-	return l.Base + time.Duration(seconds*float64(time.Second))
+	return min(century, l.Base+time.Duration(seconds*float64(time.Second)))
 }
 
 // WithDefaults fills the zero fields.

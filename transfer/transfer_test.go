@@ -12,6 +12,7 @@ import (
 )
 
 func TestLimitsTotal(t *testing.T) {
+	const century = 100 * 365 * 24 * time.Hour
 	for name, tt := range map[string]struct {
 		limits transfer.Limits
 		bytes  int64
@@ -20,8 +21,9 @@ func TestLimitsTotal(t *testing.T) {
 		"defaults":        {transfer.Limits{}, 1_000_000_000, 160 * time.Second},
 		"nothing":         {transfer.Limits{}, 0, 60 * time.Second},
 		"own":             {transfer.Limits{Base: time.Second, Rate: 1 << 20}, 3 << 20, 4 * time.Second},
-		"a slow rate":     {transfer.Limits{Rate: 1}, math.MaxInt64, math.MaxInt64},
-		"an endless hold": {transfer.Limits{Base: math.MaxInt64}, 1, math.MaxInt64},
+		"a slow rate":     {transfer.Limits{Rate: 1}, math.MaxInt64, century},
+		"an endless hold": {transfer.Limits{Base: math.MaxInt64}, 1, century},
+		"both are long":   {transfer.Limits{Base: century - 1, Rate: 1}, 60, century},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := tt.limits.Total(tt.bytes); got != tt.want {

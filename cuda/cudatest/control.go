@@ -1,10 +1,9 @@
 package cudatest
 
 import (
-	"fmt"
 	"reflect"
-	"strings"
-	"unicode"
+
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 const (
@@ -22,13 +21,14 @@ const (
 )
 
 // control is the file that all processes of a world share. It is written down
-// here alone: the library's header is made of these types ([header]), so that
-// the two sides cannot differ.
+// here alone: the library's header is made of these types ([double.Header]).
 //
 // Slots are given and taken under flock(2) of the file, which a dead process
 // cannot hold. Of a slot one word says whether it is used (process.pid,
 // block.key); it is stored last when a slot is filled and cleared first when it
 // is given back, so that a process may die between any two stores.
+//
+//nolint:unused // the library reads what Go does not
 type control struct {
 	magic   uint64
 	version uint32
@@ -76,6 +76,8 @@ const (
 
 // block is memory of a device: one memfd. It is there while a living process
 // holds it, whoever made it.
+//
+//nolint:unused // the library reads what Go does not
 type block struct {
 	key     uint64
 	bytes   uint64
@@ -108,6 +110,7 @@ type faults struct {
 	fail      [maxFails]fail
 }
 
+//nolint:unused // the library reads what Go does not
 type fail struct {
 	call  uint32
 	code  uint32
@@ -116,83 +119,30 @@ type fail struct {
 	seen  uint32
 }
 
-// header writes the control file's types and constants as C.
+// header is the control file in C.
 func header() string {
-	var b strings.Builder
-	b.WriteString("#include <stddef.h>\n#include <stdint.h>\n")
-	for _, c := range []struct {
-		name  string
-		value uint64
-	}{
-		{"CONTROL_MAGIC", controlMagic},
-		{"CONTROL_VERSION", controlVersion},
-		{"MAX_DEVICES", maxDevices},
-		{"MAX_PROCESSES", maxProcesses},
-		{"MAX_BLOCKS", maxBlocks},
-		{"MAX_CALLS", maxCalls},
-		{"MAX_FAILS", maxFails},
-		{"LIVE_CONTEXT", liveContext},
-		{"LIVE_ALLOCATION", liveAllocation},
-		{"LIVE_IMPORT", liveImport},
-		{"LIVE_REGISTRATION", liveRegistration},
-		{"LIVE_HOST", liveHost},
-		{"LIVE_STREAM", liveStream},
-		{"LIVE_EVENT", liveEvent},
-		{"LIVE_MODULE", liveModule},
-		{"LIVE_CHUNK", liveChunk},
-		{"LIVE_RESERVATION", liveReservation},
-		{"LIVE_MAPPING", liveMapping},
-		{"WIRE_TO_DEVICE", wireToDevice},
-		{"WIRE_TO_HOST", wireToHost},
-		{"WIRE_WITHIN", wireWithin},
-		{"WIRES", wires},
-	} {
-		suffix := ""
-		if c.value > 1<<31 {
-			suffix = "ull"
-		}
-		fmt.Fprintf(&b, "#define %s %#x%s\n", c.name, c.value, suffix)
-	}
-	for _, t := range []reflect.Type{
-		reflect.TypeFor[fail](), reflect.TypeFor[faults](), reflect.TypeFor[process](), reflect.TypeFor[block](), reflect.TypeFor[control](),
-	} {
-		name := "struct shared_" + snake(t.Name())
-		fmt.Fprintf(&b, "%s {\n", name)
-		for f := range t.Fields() {
-			fmt.Fprintf(&b, "\t%s;\n", declare(f.Type, snake(f.Name)))
-		}
-		b.WriteString("};\n")
-		fmt.Fprintf(&b, "_Static_assert(sizeof(%s) == %d, \"size\");\n", name, t.Size())
-		for f := range t.Fields() {
-			fmt.Fprintf(&b, "_Static_assert(offsetof(%s, %s) == %d, \"%s\");\n", name, snake(f.Name), f.Offset, f.Name)
-		}
-	}
-	return b.String()
-}
-
-func declare(t reflect.Type, name string) string {
-	switch t.Kind() {
-	case reflect.Array:
-		return declare(t.Elem(), fmt.Sprintf("%s[%d]", name, t.Len()))
-	case reflect.Struct:
-		return "struct shared_" + snake(t.Name()) + " " + name
-	case reflect.Uint8, reflect.Uint32, reflect.Uint64, reflect.Int64:
-		return t.String() + "_t " + name
-	default:
-		panic("no such type in C: " + t.String())
-	}
-}
-
-// snake turns poisonNth into poison_nth.
-func snake(s string) string {
-	var b strings.Builder
-	lower := false
-	for _, r := range s {
-		if unicode.IsUpper(r) && lower {
-			b.WriteByte('_')
-		}
-		lower = !unicode.IsUpper(r)
-		b.WriteRune(unicode.ToLower(r))
-	}
-	return b.String()
+	return double.Header([]double.Constant{
+		{Name: "CONTROL_MAGIC", Value: controlMagic},
+		{Name: "CONTROL_VERSION", Value: controlVersion},
+		{Name: "MAX_DEVICES", Value: maxDevices},
+		{Name: "MAX_PROCESSES", Value: maxProcesses},
+		{Name: "MAX_BLOCKS", Value: maxBlocks},
+		{Name: "MAX_CALLS", Value: maxCalls},
+		{Name: "MAX_FAILS", Value: maxFails},
+		{Name: "LIVE_CONTEXT", Value: liveContext},
+		{Name: "LIVE_ALLOCATION", Value: liveAllocation},
+		{Name: "LIVE_IMPORT", Value: liveImport},
+		{Name: "LIVE_REGISTRATION", Value: liveRegistration},
+		{Name: "LIVE_HOST", Value: liveHost},
+		{Name: "LIVE_STREAM", Value: liveStream},
+		{Name: "LIVE_EVENT", Value: liveEvent},
+		{Name: "LIVE_MODULE", Value: liveModule},
+		{Name: "LIVE_CHUNK", Value: liveChunk},
+		{Name: "LIVE_RESERVATION", Value: liveReservation},
+		{Name: "LIVE_MAPPING", Value: liveMapping},
+		{Name: "WIRE_TO_DEVICE", Value: wireToDevice},
+		{Name: "WIRE_TO_HOST", Value: wireToHost},
+		{Name: "WIRE_WITHIN", Value: wireWithin},
+		{Name: "WIRES", Value: wires},
+	}, reflect.TypeFor[fail](), reflect.TypeFor[faults](), reflect.TypeFor[process](), reflect.TypeFor[block](), reflect.TypeFor[control]())
 }

@@ -1,10 +1,9 @@
 package cudatest
 
 import (
-	"bytes"
-	"os"
-	"strconv"
 	"sync/atomic"
+
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 // Tally counts what there is, and what has been called.
@@ -46,7 +45,7 @@ type Counts struct {
 // Counts returns what there is now.
 func (w *World) Counts() Counts {
 	n := Counts{Tally: Tally{Calls: make(map[string]uint64)}, Processes: make(map[int]Tally)}
-	err := w.locked(func(c *control) error {
+	err := w.control.Locked(func(c *control) error {
 		alive := [maxProcesses]bool{}
 		for i := range c.process {
 			p := &c.process[i]
@@ -54,7 +53,7 @@ func (w *World) Counts() Counts {
 				continue
 			}
 			t := Tally{Calls: make(map[string]uint64)}
-			if pid := atomic.LoadUint32(&p.pid); pid != 0 && processStart(pid) == p.start {
+			if double.Alive(atomic.LoadUint32(&p.pid), p.start) {
 				alive[i] = true
 				t.objects(p)
 			}
@@ -121,23 +120,4 @@ func (t *Tally) add(o Tally) {
 	for name, n := range o.Calls {
 		t.Calls[name] += n
 	}
-}
-
-// processStart is when a process started, in clock ticks since boot; 0 if it
-// is none, or dead.
-func processStart(pid uint32) uint64 {
-	stat, err := os.ReadFile("/proc/" + strconv.Itoa(int(pid)) + "/stat")
-	if err != nil {
-		return 0
-	}
-	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
-	const state, start = 0, 19
-	if len(fields) <= start || fields[state][0] == 'Z' || fields[state][0] == 'X' {
-		return 0
-	}
-	n, err := strconv.ParseUint(string(fields[start]), 10, 64)
-	if err != nil {
-		return 0
-	}
-	return n
 }

@@ -85,7 +85,7 @@ func Use(tb testing.TB, o Options) *World {
 			tb.Skip(err)
 		}
 		// For good: the library reads it when it is called first.
-		if err := os.Setenv(environment, w.path()); err != nil { //nolint:usetesting // see above
+		if err := os.Setenv(environment, w.control.Path()); err != nil { //nolint:usetesting // see above
 			tb.Fatal(err)
 		}
 		shared.world = w

@@ -16,13 +16,14 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry/cuda/cudatest"
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 // newWorld is a world for programs of its own: it needs no package cuda.
 func newWorld(tb testing.TB, o cudatest.Options) *cudatest.World {
 	tb.Helper()
 	w, err := cudatest.New(o)
-	if errors.Is(err, cudatest.ErrUnavailable) {
+	if errors.Is(err, double.ErrUnavailable) {
 		tb.Skip(err)
 	}
 	if err != nil {

@@ -2,13 +2,11 @@ package cudatest
 
 import (
 	"fmt"
-	"math"
 	"slices"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
-	"golang.org/x/sys/unix"
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 // Codes of the driver that faults are made of: CUresult.
@@ -56,7 +54,7 @@ func (w *World) Set(f Faults) {
 	}
 	f.Strict = f.Strict || w.base.Strict
 	fails := w.fails(f.Fail)
-	err := w.locked(func(c *control) error {
+	err := w.control.Locked(func(c *control) error {
 		s := &c.faults
 		atomic.StoreUint32(&s.fails, 0)
 		atomic.StoreUint32(&s.poison, 0)
@@ -72,9 +70,7 @@ func (w *World) Set(f Faults) {
 		atomic.StoreUint32(&s.hold, flag(f.Hold))
 		copy(s.fail[:], fails)
 		atomic.StoreUint32(&s.fails, uint32(len(fails)))
-		atomic.AddUint32(&c.bell, 1)
-		const wake = 1
-		unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&c.bell)), wake, math.MaxInt32, 0, 0, 0) //nolint:errcheck // nobody waits, or is woken
+		double.Wake(&c.bell)
 		return nil
 	})
 	if err != nil {

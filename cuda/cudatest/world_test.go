@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvferry/kvferry/cuda/cudatest"
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 // One world a process: what comes second gets the first, with its faults cleared,
@@ -52,7 +53,7 @@ func TestVariants(t *testing.T) {
 			t.Errorf("%s: %+v, %v", name, got, err)
 		}
 		w, err := cudatest.New(got)
-		if errors.Is(err, cudatest.ErrUnavailable) {
+		if errors.Is(err, double.ErrUnavailable) {
 			t.Skip(err)
 		}
 		if err != nil {

@@ -21,13 +21,14 @@ var table = []struct{ pkg, may string }{
 	{"internal/id", ""},
 
 	// 1
+	{"internal/double", ""},
 	{"internal/page", "internal/id"},
 	{"internal/memory", "internal/id"},
 	{"rdma", "internal/id"},
-	{"rdma/rdmatest", "internal/id rdma"},
+	{"rdma/rdmatest", "internal/double internal/id rdma"},
 	{"cuda/internal/driver", ""},
 	{"cuda/internal/ptx", ""},
-	{"cuda/cudatest", "cuda/internal/driver"},
+	{"cuda/cudatest", "internal/double cuda/internal/driver"},
 	{"cuda", "internal/memory cuda/internal/driver cuda/internal/ptx"},
 	{"internal/identity", "internal/id"},
 	{"cluster", "internal/id internal/identity"},

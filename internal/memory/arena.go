@@ -9,6 +9,10 @@ import (
 // told to other devices; the text says why.
 var ErrNoDMABuf = errors.New("no dma-buf of this memory")
 
+// ErrOutOfReach is wrapped beside [ErrNoDMABuf] where other devices cannot reach
+// the memory by its address either.
+var ErrOutOfReach = errors.New("out of reach of other devices")
+
 // Arena is the KV memory of one rank, wherever it lies. A [*Region] is host
 // memory, which is read and written by its bytes. Memory of a device is a
 // [Stager], whose bytes no processor touches; host memory never becomes device

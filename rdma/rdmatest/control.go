@@ -1,10 +1,9 @@
 package rdmatest
 
 import (
-	"fmt"
 	"reflect"
-	"strings"
-	"unicode"
+
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 const (
@@ -23,14 +22,15 @@ const (
 )
 
 // control is the file that all processes of a world share. It is written down
-// here alone: the library's header is made of these types ([header]), so that
-// the two sides cannot differ.
+// here alone: the library's header is made of these types ([double.Header]).
 //
 // Slots are given and taken under flock(2) of the file, which a dead process
 // cannot hold. Of a slot one word says whether it is used (context.pid,
 // queuePair.num, region.key); it is stored last when a slot is filled and
 // cleared first when it is given back, so that a process may die between any
 // two stores.
+//
+//nolint:unused // the library reads what Go does not
 type control struct {
 	magic, pad0 uint64
 	version     uint32
@@ -46,6 +46,7 @@ type control struct {
 	region      [maxRegions]region
 }
 
+//nolint:unused // the library reads what Go does not
 type device struct {
 	name        [64]byte
 	gid         [maxGIDs][16]byte // zero: no entry
@@ -71,6 +72,8 @@ type device struct {
 
 // contextSlot is one opened device of one process. Totals only grow, over all
 // lives of the slot: base is what they were when this life began.
+//
+//nolint:unused // the library reads what Go does not
 type contextSlot struct {
 	pid        uint32
 	device     uint32
@@ -110,6 +113,7 @@ const (
 	totals
 )
 
+//nolint:unused // the library reads what Go does not
 type queuePair struct {
 	num            uint32
 	context        uint32
@@ -130,6 +134,7 @@ type queuePair struct {
 	destGID        [16]byte
 }
 
+//nolint:unused // the library reads what Go does not
 type region struct {
 	key         uint32
 	context     uint32
@@ -154,6 +159,8 @@ const (
 
 // faults is [Faults] as the library reads it, and what has been counted since
 // it was set.
+//
+//nolint:unused // the library reads what Go does not
 type faults struct {
 	set         uint64 // how often faults were set
 	seed        uint64
@@ -181,87 +188,37 @@ type faults struct {
 	landed      uint64 // bytes
 }
 
-// header writes the control file's types and constants as C.
+// header is the control file in C.
 func header() string {
-	var b strings.Builder
-	b.WriteString("#include <stddef.h>\n#include <stdint.h>\n")
-	for _, c := range []struct {
-		name  string
-		value uint64
-	}{
-		{"CONTROL_MAGIC", controlMagic},
-		{"CONTROL_VERSION", controlVersion},
-		{"MAX_DEVICES", maxDevices},
-		{"MAX_CONTEXTS", maxContexts},
-		{"MAX_QPS", maxPairs},
-		{"MAX_REGIONS", maxRegions},
-		{"MAX_GIDS", maxGIDs},
-		{"EVENT_RING", eventRing},
-		{"LIVE_CONTEXT", liveContext},
-		{"LIVE_PD", livePD},
-		{"LIVE_REGION", liveRegion},
-		{"LIVE_CQ", liveCQ},
-		{"LIVE_QP", liveQP},
-		{"LIVE_CHANNEL", liveChannel},
-		{"KINDS", kinds},
-		{"TOTAL_POSTS", totalPosts},
-		{"TOTAL_WRS", totalWRs},
-		{"TOTAL_CQES", totalCQEs},
-		{"TOTAL_READS", totalReads},
-		{"TOTAL_READ_BYTES", totalReadBytes},
-		{"TOTAL_SERVED_READS", totalServedReads},
-		{"TOTAL_SERVED_BYTES", totalServedBytes},
-		{"TOTAL_ERRORS", totalErrors},
-		{"TOTALS", totals},
-		{"VERB_PD", verbPD},
-		{"VERB_REGION", verbRegion},
-		{"VERB_CQ", verbCQ},
-		{"VERB_QP", verbQP},
-		{"VERB_CHANNEL", verbChannel},
-	} {
-		fmt.Fprintf(&b, "#define %s %#xull\n", c.name, c.value)
-	}
-	for _, t := range []reflect.Type{
-		reflect.TypeFor[faults](), reflect.TypeFor[device](), reflect.TypeFor[contextSlot](),
-		reflect.TypeFor[queuePair](), reflect.TypeFor[region](), reflect.TypeFor[control](),
-	} {
-		name := "struct shared_" + snake(t.Name())
-		fmt.Fprintf(&b, "%s {\n", name)
-		for f := range t.Fields() {
-			fmt.Fprintf(&b, "\t%s;\n", declare(f.Type, snake(f.Name)))
-		}
-		b.WriteString("};\n")
-		fmt.Fprintf(&b, "_Static_assert(sizeof(%s) == %d, \"size\");\n", name, t.Size())
-		for f := range t.Fields() {
-			fmt.Fprintf(&b, "_Static_assert(offsetof(%s, %s) == %d, \"%s\");\n", name, snake(f.Name), f.Offset, f.Name)
-		}
-	}
-	return b.String()
-}
-
-func declare(t reflect.Type, name string) string {
-	switch t.Kind() {
-	case reflect.Array:
-		return declare(t.Elem(), fmt.Sprintf("%s[%d]", name, t.Len()))
-	case reflect.Struct:
-		return "struct shared_" + snake(t.Name()) + " " + name
-	case reflect.Uint8, reflect.Uint32, reflect.Uint64, reflect.Int64:
-		return t.String() + "_t " + name
-	default:
-		panic("no such type in C: " + t.String())
-	}
-}
-
-// snake turns destQPN into dest_qpn.
-func snake(s string) string {
-	var b strings.Builder
-	lower := false
-	for _, r := range s {
-		if unicode.IsUpper(r) && lower {
-			b.WriteByte('_')
-		}
-		lower = !unicode.IsUpper(r)
-		b.WriteRune(unicode.ToLower(r))
-	}
-	return b.String()
+	return double.Header([]double.Constant{
+		{Name: "CONTROL_MAGIC", Value: controlMagic},
+		{Name: "CONTROL_VERSION", Value: controlVersion},
+		{Name: "MAX_DEVICES", Value: maxDevices},
+		{Name: "MAX_CONTEXTS", Value: maxContexts},
+		{Name: "MAX_QPS", Value: maxPairs},
+		{Name: "MAX_REGIONS", Value: maxRegions},
+		{Name: "MAX_GIDS", Value: maxGIDs},
+		{Name: "EVENT_RING", Value: eventRing},
+		{Name: "LIVE_CONTEXT", Value: liveContext},
+		{Name: "LIVE_PD", Value: livePD},
+		{Name: "LIVE_REGION", Value: liveRegion},
+		{Name: "LIVE_CQ", Value: liveCQ},
+		{Name: "LIVE_QP", Value: liveQP},
+		{Name: "LIVE_CHANNEL", Value: liveChannel},
+		{Name: "KINDS", Value: kinds},
+		{Name: "TOTAL_POSTS", Value: totalPosts},
+		{Name: "TOTAL_WRS", Value: totalWRs},
+		{Name: "TOTAL_CQES", Value: totalCQEs},
+		{Name: "TOTAL_READS", Value: totalReads},
+		{Name: "TOTAL_READ_BYTES", Value: totalReadBytes},
+		{Name: "TOTAL_SERVED_READS", Value: totalServedReads},
+		{Name: "TOTAL_SERVED_BYTES", Value: totalServedBytes},
+		{Name: "TOTAL_ERRORS", Value: totalErrors},
+		{Name: "TOTALS", Value: totals},
+		{Name: "VERB_PD", Value: verbPD},
+		{Name: "VERB_REGION", Value: verbRegion},
+		{Name: "VERB_CQ", Value: verbCQ},
+		{Name: "VERB_QP", Value: verbQP},
+		{Name: "VERB_CHANNEL", Value: verbChannel},
+	}, reflect.TypeFor[faults](), reflect.TypeFor[device](), reflect.TypeFor[contextSlot](), reflect.TypeFor[queuePair](), reflect.TypeFor[region](), reflect.TypeFor[control]())
 }

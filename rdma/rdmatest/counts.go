@@ -2,9 +2,9 @@ package rdmatest
 
 import (
 	"bytes"
-	"os"
-	"strconv"
 	"sync/atomic"
+
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 // Tally counts what there is, and what has been.
@@ -35,7 +35,7 @@ type Counts struct {
 // Counts returns what there is now.
 func (w *World) Counts() Counts {
 	n := Counts{Processes: make(map[int]Tally), Devices: make(map[string]Tally)}
-	err := w.locked(func(c *control) error {
+	err := w.control.Locked(func(c *control) error {
 		for i := range c.devices {
 			n.Devices[c.device[i].label()] = Tally{}
 		}
@@ -45,7 +45,7 @@ func (w *World) Counts() Counts {
 				continue
 			}
 			var ever, life Tally
-			if pid := atomic.LoadUint32(&x.pid); pid != 0 && processStart(pid) == x.start {
+			if double.Alive(atomic.LoadUint32(&x.pid), x.start) {
 				ever = x.objects()
 			}
 			life = ever
@@ -99,23 +99,4 @@ func (t Tally) plus(o Tally) Tally {
 		Posts: t.Posts + o.Posts, WRs: t.WRs + o.WRs, CQEs: t.CQEs + o.CQEs, Errors: t.Errors + o.Errors, Reads: t.Reads + o.Reads, ReadBytes: t.ReadBytes + o.ReadBytes,
 		ServedReads: t.ServedReads + o.ServedReads, ServedBytes: t.ServedBytes + o.ServedBytes,
 	}
-}
-
-// processStart is when a process started, in clock ticks since boot; 0 if it
-// is none, or dead.
-func processStart(pid uint32) uint64 {
-	stat, err := os.ReadFile("/proc/" + strconv.Itoa(int(pid)) + "/stat")
-	if err != nil {
-		return 0
-	}
-	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
-	const state, start = 0, 19
-	if len(fields) <= start || fields[state][0] == 'Z' || fields[state][0] == 'X' {
-		return 0
-	}
-	n, err := strconv.ParseUint(string(fields[start]), 10, 64)
-	if err != nil {
-		return 0
-	}
-	return n
 }

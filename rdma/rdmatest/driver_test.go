@@ -1,11 +1,9 @@
 package rdmatest_test
 
 import (
-	"bytes"
 	"os"
 	"os/exec"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/kvferry/kvferry/rdma/rdmatest"
@@ -52,30 +50,6 @@ func TestUnacknowledgedEventsEndTheProcess(t *testing.T) {
 	out, err := driver(t, w, rdmatest.Driver(t, "-O2", "-DACK_SECONDS=1"), "unacknowledged")
 	if err == nil || !strings.Contains(out, "never acknowledged") {
 		t.Errorf("%v\n%s", err, out)
-	}
-}
-
-// Any number of processes may build at once.
-func TestBuildAtOnce(t *testing.T) {
-	t.Setenv("XDG_CACHE_HOME", t.TempDir())
-	var all sync.WaitGroup
-	var paths [4][]byte
-	for i := range paths {
-		all.Go(func() {
-			cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestBuild$", "-test.v")
-			out, err := cmd.CombinedOutput()
-			if err != nil {
-				t.Errorf("%v\n%s", err, out)
-			}
-			_, paths[i], _ = bytes.Cut(out, []byte("built: "))
-			paths[i], _, _ = bytes.Cut(paths[i], []byte("\n"))
-		})
-	}
-	all.Wait()
-	for _, p := range paths {
-		if !bytes.Equal(p, paths[0]) || !bytes.HasPrefix(p, []byte(os.Getenv("XDG_CACHE_HOME"))) {
-			t.Errorf("built %q and %q", p, paths[0])
-		}
 	}
 }
 

@@ -3,14 +3,12 @@ package rdmatest
 import (
 	"bytes"
 	"fmt"
-	"math"
 	"os"
 	"path/filepath"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
-	"golang.org/x/sys/unix"
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 // Faults are what goes wrong, and how slow it is, in all processes of a world.
@@ -63,7 +61,7 @@ func (w *World) Set(f Faults) {
 		}
 		return 0
 	}
-	err := w.locked(func(c *control) error {
+	err := w.control.Locked(func(c *control) error {
 		s := &c.faults
 		for p, v := range map[*uint64]uint64{
 			&s.seed: f.Seed, &s.delay: uint64(f.Delay), &s.jitter: uint64(f.Jitter), &s.bandwidth: f.Bandwidth, &s.retryWindow: uint64(f.RetryWindow),
@@ -115,7 +113,7 @@ const qpFatal = 1
 
 // Event makes something happen to a device, and tells all who have opened it.
 func (w *World) Event(device string, kind EventKind) error {
-	return w.locked(func(c *control) error {
+	return w.control.Locked(func(c *control) error {
 		i, d := c.named(device)
 		if d == nil {
 			return fmt.Errorf("event: no device %q", device)
@@ -153,7 +151,7 @@ func (w *World) SetGIDs(device string, gids ...[16]byte) error {
 	if len(gids) > maxGIDs {
 		return fmt.Errorf("set GIDs: %d, at most %d", len(gids), maxGIDs)
 	}
-	return w.locked(func(c *control) error {
+	return w.control.Locked(func(c *control) error {
 		i, d := c.named(device)
 		if d == nil {
 			return fmt.Errorf("set GIDs: no device %q", device)
@@ -181,7 +179,7 @@ const (
 // ResetQP resets a queue pair from outside, without telling its process: it
 // answers no more, and of what it had under way nothing is heard again.
 func (w *World) ResetQP(num uint32) error {
-	return w.locked(func(c *control) error {
+	return w.control.Locked(func(c *control) error {
 		p := &c.qp[num%maxPairs]
 		if num == 0 || atomic.LoadUint32(&p.num) != num {
 			return fmt.Errorf("reset: no queue pair %d", num)
@@ -195,7 +193,7 @@ func (w *World) ResetQP(num uint32) error {
 // FailQP puts a queue pair into the error state, and tells its process that it
 // has failed.
 func (w *World) FailQP(num uint32) error {
-	return w.locked(func(c *control) error {
+	return w.control.Locked(func(c *control) error {
 		p := &c.qp[num%maxPairs]
 		if num == 0 || atomic.LoadUint32(&p.num) != num {
 			return fmt.Errorf("fail: no queue pair %d", num)
@@ -208,7 +206,7 @@ func (w *World) FailQP(num uint32) error {
 
 // Deregister takes a region away from outside: its key is good for nothing.
 func (w *World) Deregister(rkey uint32) error {
-	return w.locked(func(c *control) error {
+	return w.control.Locked(func(c *control) error {
 		r := &c.region[rkey%maxRegions]
 		if rkey == 0 || atomic.LoadUint32(&r.key) != rkey {
 			return fmt.Errorf("deregister: no region %#x", rkey)
@@ -242,10 +240,7 @@ func (c *control) tell(i, kind, element uint32) {
 
 // ring wakes the engine of a context.
 func ring(x *contextSlot) {
-	if atomic.LoadUint32(&x.pid) == 0 {
-		return
+	if atomic.LoadUint32(&x.pid) != 0 {
+		double.Wake(&x.doorbell)
 	}
-	atomic.AddUint32(&x.doorbell, 1)
-	const wake = 1
-	unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&x.doorbell)), wake, math.MaxInt32, 0, 0, 0) //nolint:errcheck // nobody waits, or is woken
 }

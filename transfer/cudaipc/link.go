@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime/debug"
 
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/id"
@@ -39,15 +38,15 @@ func (l *link) Close() error {
 	return nil
 }
 
-// Watch is [rendezvous.Reader.Watch].
+// Watch is [rendezvous.Holder.Watch].
 func (l *link) Watch(c *rendezvous.Conn) error { return c.Stand() }
 
-// Release is [rendezvous.Reader.Release].
+// Release is [rendezvous.Holder.Release].
 func (l *link) Release() {
 	for i := range l.arenas {
 		if a := l.arenas[i].remote; a != nil {
 			l.drop(a.Close())
-			l.t.stats.imported.Add(-1)
+			l.t.imported.Add(-1)
 			l.arenas[i] = stretch{}
 		}
 	}
@@ -62,7 +61,7 @@ func (l *link) drop(err error) {
 	}
 }
 
-// Attach is [rendezvous.Reader.Attach].
+// Attach is [rendezvous.Holder.Attach].
 func (l *link) Attach(ctx context.Context, c *rendezvous.Conn) error {
 	o, err := l.receive(c)
 	defer o.close()
@@ -178,7 +177,7 @@ func (l *link) attach(ctx context.Context, o *offer) error {
 			return fmt.Errorf("rank %d: %w", int(rank), err)
 		}
 		l.arenas[rank] = stretch{remote: remote, bytes: want, local: local}
-		l.t.stats.imported.Add(1)
+		l.t.imported.Add(1)
 		if have := remote.Size(); have < want {
 			return fmt.Errorf("rank %d has %d bytes, the peer said %d before: %w", int(rank), have, want, rendezvous.ErrGarbage)
 		}
@@ -214,26 +213,8 @@ func unavailable(err error, why string) error {
 	return fmt.Errorf("%s: %w: %w", why, transfer.ErrUnavailable, err)
 }
 
-// held looks at the peer's seal words. A page of them that the machine has lost
-// ends the read, and not the process.
-func (l *link) held(seals []transfer.Seal) (err error) {
-	before := debug.SetPanicOnFault(true)
-	defer func() {
-		debug.SetPanicOnFault(before)
-		if fault := recover(); fault != nil {
-			if _, ok := fault.(interface{ Addr() uintptr }); !ok {
-				panic(fault) // our own bug
-			}
-			err = fmt.Errorf("the peer's seal table can't be read; look for memory errors in the kernel's log: %v", fault)
-		}
-	}()
-	if !transfer.Held(l.seals, seals) {
-		return transfer.ErrStale
-	}
-	return nil
-}
-
 var (
 	_ transfer.Link     = (*link)(nil)
-	_ rendezvous.Reader = (*link)(nil)
+	_ rendezvous.Holder = (*link)(nil)
+	_ rendezvous.Source = (*link)(nil)
 )

@@ -2,13 +2,12 @@ package cudaipc
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
 // A batch is what a device is given in one call, and what is copied between two
@@ -23,75 +22,34 @@ const (
 	allBatches  = 6 // of all reads together
 )
 
-var errTotal = fmt.Errorf("the read took longer than its total time: %w", transfer.ErrStalled)
-
 // Read is [transfer.Link.Read].
 func (l *link) Read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
-	started := time.Now()
-	done, total, err := l.read(ctx, started, seals, copies)
-	l.t.count(done, err)
-	if err == nil {
-		return nil
-	}
-	return &transfer.Error{
-		Transport: Name, Peer: l.peer.Life, Address: l.hold.Address(),
-		Done: done, Total: total, Took: time.Since(started), Err: err,
-	}
+	return l.hold.Read(ctx, seals, copies, l)
 }
 
-func (t *Transport) count(done int64, err error) {
-	t.stats.readBytes.Add(uint64(done))
-	switch {
-	case err == nil:
-		t.stats.reads.Add(1)
-	case errors.Is(err, transfer.ErrStale):
-		t.stats.stale.Add(1)
-	default:
-		t.stats.errors.Add(1)
-	}
-}
+// Seals is [rendezvous.Source.Seals].
+func (l *link) Seals() *memory.SealTable { return l.seals }
 
-func (l *link) read(ctx context.Context, started time.Time, seals []transfer.Seal, copies []transfer.Copy) (done, total int64, err error) {
-	if err := l.hold.Begin(); err != nil {
-		return 0, max(0, transfer.Bytes(copies)), err
-	}
-	defer l.hold.Done()
-	if total, err = transfer.Check(seals, copies, l.sizes); err != nil {
-		return 0, total, err
-	}
-	if ctx.Err() != nil {
-		return 0, total, transfer.Reason(ctx)
-	}
-	if err := l.held(seals); err != nil { // saves the work
-		return 0, total, err
-	}
-	p := pull{l: l, deadline: deadline(started, l.t.limits.Total(total))}
-	if err := p.run(ctx, copies); err != nil {
-		return p.done, total, err
-	}
-	// The devices have said that every copy is over. What follows reads the words
-	// anew, behind a load fence.
-	return p.done, total, l.held(seals)
-}
-
-// deadline does not overflow.
-func deadline(from time.Time, d time.Duration) time.Time {
-	const century = 100 * 365 * 24 * time.Hour
-	return from.Add(min(d, century))
-}
-
-// sizes are those of a rank's arenas there and here.
-func (l *link) sizes(rank id.Rank) (remote, local int64, ok bool) {
+// Sizes is [rendezvous.Source.Sizes].
+func (l *link) Sizes(rank id.Rank) (remote, local int64, ok bool) {
 	if rank < 0 || rank >= id.MaxRanks || l.arenas[rank].remote == nil {
 		return 0, 0, false
 	}
 	return l.arenas[rank].bytes, l.arenas[rank].local.Size(), true
 }
 
+// Copy is [rendezvous.Source.Copy]. The devices have said, when it returns, that
+// every copy is over.
+func (l *link) Copy(ctx context.Context, r rendezvous.Read, _ int64, copies []transfer.Copy) (done int64, err error) {
+	p := pull{Read: r, l: l}
+	err = p.run(ctx, copies)
+	return p.done, err
+}
+
 // pull is the copying of one read, by the goroutine that reads.
 type pull struct {
+	rendezvous.Read
 	l        *link
-	deadline time.Time
 	underway [readBatches]*batch // the oldest first
 	n        int                 // of them
 	done     int64
@@ -100,7 +58,7 @@ type pull struct {
 // run copies everything, and returns when nothing is under way any more.
 func (p *pull) run(ctx context.Context, copies []transfer.Copy) (err error) {
 	cutter := transfer.Cut(copies, p.l.t.batchBytes, p.l.t.batchCopies)
-	for more := len(copies) > 0; more && err == nil; {
+	for more := true; more && err == nil; {
 		if err = p.room(ctx); err != nil {
 			break
 		}
@@ -122,49 +80,18 @@ func (p *pull) run(ctx context.Context, copies []transfer.Copy) (err error) {
 // turn never waits for another one, but for the end of its own.
 func (p *pull) room(ctx context.Context) error {
 	for {
-		if err := p.over(ctx); err != nil {
+		if err := p.Over(ctx); err != nil {
 			return err
 		}
-		if p.n < readBatches && p.l.t.turns.tryTake() {
+		if p.n < readBatches && p.l.t.turns.Try() {
 			return nil
 		}
 		if p.n == 0 {
-			return p.turn(ctx)
+			return p.Turn(ctx, p.l.t.turns)
 		}
 		if err := p.finish(); err != nil {
 			return err
 		}
-	}
-}
-
-// over says why the read is to end, nil if it is not.
-func (p *pull) over(ctx context.Context) error {
-	select {
-	case <-ctx.Done():
-		return transfer.Reason(ctx)
-	case <-p.l.hold.Ended():
-		return p.l.hold.Reason()
-	default:
-	}
-	if time.Until(p.deadline) <= 0 {
-		return errTotal
-	}
-	return nil
-}
-
-// turn waits behind those who wait already. It fails if the read is to end.
-func (p *pull) turn(ctx context.Context) error {
-	timer := time.NewTimer(time.Until(p.deadline))
-	defer timer.Stop()
-	select {
-	case p.l.t.turns <- struct{}{}:
-		return nil
-	case <-ctx.Done():
-		return transfer.Reason(ctx)
-	case <-p.l.hold.Ended():
-		return p.l.hold.Reason()
-	case <-timer.C:
-		return errTotal
 	}
 }
 
@@ -175,7 +102,7 @@ func (p *pull) finish() error {
 	copy(p.underway[:], p.underway[1:p.n])
 	p.n--
 	err := b.wait()
-	p.l.t.turns.release()
+	p.l.t.turns.Release()
 	if err == nil {
 		p.done += b.bytes
 	}
@@ -183,21 +110,6 @@ func (p *pull) finish() error {
 	p.l.t.batches.Put(b)
 	return err
 }
-
-// turns bounds the batches that are under way, of all links together: one place
-// a batch. Whoever waits for one gets it in order.
-type turns chan struct{}
-
-func (t turns) tryTake() bool {
-	select {
-	case t <- struct{}{}:
-		return true
-	default:
-		return false
-	}
-}
-
-func (t turns) release() { <-t }
 
 // batch is some copies under way, with room that is used again.
 type batch struct {

@@ -95,7 +95,7 @@ func TestSealIsLookedAtBehindTheCopies(t *testing.T) {
 	w.Set(cudatest.Faults{Hold: true})
 	done := make(chan error, 1)
 	go func() { done <- l.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: 1 << 20}}) }()
-	eventually(t, "nothing is copied", func() bool { return len(reader.t.turns) == 1 })
+	eventually(t, "nothing is copied", func() bool { return reader.t.turns.Taken() == 1 })
 	select {
 	case err := <-done:
 		t.Fatalf("Read returned while its copy ran: %v", err)
@@ -120,7 +120,7 @@ func under(ctx context.Context, t testing.TB, w *cudatest.World, reader *node, l
 	long := slices.Repeat([]transfer.Copy{{Bytes: reader.size}}, 10_000)
 	done := make(chan error, 1)
 	go func() { done <- l.Read(ctx, []transfer.Seal{seal}, long) }()
-	eventually(t, "nothing is copied", func() bool { return len(reader.t.turns) == readBatches })
+	eventually(t, "nothing is copied", func() bool { return reader.t.turns.Taken() == readBatches })
 	return done
 }
 
@@ -163,7 +163,7 @@ func TestReadEndsWithItsBatches(t *testing.T) {
 			<-ended
 			_ = l.Close()
 			differ(t, "after the read", reader.peek(0), given)
-			if n := len(reader.t.turns); n != 0 {
+			if n := reader.t.turns.Taken(); n != 0 {
 				t.Errorf("%d turns are taken", n)
 			}
 			if s := reader.t.Stats(); s.Imported != 0 || s.Links != 0 {
@@ -189,7 +189,7 @@ func TestSmallReadsOvertake(t *testing.T) {
 	for range large {
 		go func() { done <- l.Read(ctx, []transfer.Seal{seal}, long) }()
 	}
-	eventually(t, "the large reads do not take all turns", func() bool { return len(reader.t.turns) == allBatches })
+	eventually(t, "the large reads do not take all turns", func() bool { return reader.t.turns.Taken() == allBatches })
 	other := open(t, reader, owner.peer()) // the bound is of all links together
 	for n := range 4 {
 		if err := []*link{l, other}[n%2].Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Remote: 4096, Local: 4096, Bytes: 4096}}); err != nil {
@@ -212,7 +212,7 @@ func TestWaitingForATurnEnds(t *testing.T) {
 	owner, reader := newPair(t, 4096, Options{Limits: transfer.Limits{Base: 200 * time.Millisecond, Rate: 1 << 50}})
 	seal := owner.hold(1, 1)
 	for range allBatches {
-		reader.t.turns <- struct{}{} // others copy
+		reader.t.turns.Try() // others copy
 	}
 	for name, tt := range map[string]struct {
 		end  func(l *link, cancel context.CancelFunc)
@@ -234,7 +234,7 @@ func TestWaitingForATurnEnds(t *testing.T) {
 		}
 	}
 	for range allBatches {
-		reader.t.turns.release()
+		reader.t.turns.Release()
 	}
 	if s := reader.t.Stats(); s.Errors != 3 || s.ReadBytes != 0 {
 		t.Errorf("stats %+v", s)
@@ -397,7 +397,7 @@ func TestEveryCallMayFail(t *testing.T) {
 			} else {
 				differ(t, fmt.Sprintf("%s answers %d", call, code), reader.peek(0), want)
 			}
-			if s := reader.t.Stats(); s.Links != 0 || s.Imported != 0 || len(reader.t.turns) != 0 {
+			if s := reader.t.Stats(); s.Links != 0 || s.Imported != 0 || reader.t.turns.Taken() != 0 {
 				t.Errorf("%s answers %d: stats %+v", call, code, s)
 			}
 			if now := live(); call != closing && (now != held || openFiles(t) > files) {

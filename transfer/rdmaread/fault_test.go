@@ -587,7 +587,7 @@ func TestDeadPeersSlowNobody(t *testing.T) {
 	}
 	reader, well := node("reader", "d0"), node("well", "d1")
 	good := open(t, reader, well.peer())
-	const retries = 3 * time.Second
+	const retries = 9 * time.Second
 	w.Set(rdmatest.Faults{RetryWindow: retries})
 	ctx, stop := context.WithCancel(t.Context())
 	var work sync.WaitGroup

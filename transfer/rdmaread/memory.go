@@ -111,11 +111,17 @@ func (d *device) reach(a memory.Arena) (arena, error) {
 	if !ok {
 		return arena{reach: Staged, why: errors.New("its device tells nobody where its memory is")}, nil
 	}
+	if err := x.Flush(); err != nil { // as each read would fail
+		return arena{reach: Staged, why: fmt.Errorf("its device would not see what has landed: %w", err)}, nil
+	}
 	r, err := d.byDMABuf(x)
 	if err == nil {
 		return arena{region: r, reach: ByDMABuf}, nil
 	}
 	why := fmt.Errorf("not by dma-buf: %w", err)
+	if errors.Is(err, memory.ErrOutOfReach) {
+		return arena{reach: Staged, why: why}, nil
+	}
 	if !peerMem(d.t.o.root) {
 		return arena{reach: Staged, why: fmt.Errorf("%w; not by peermem: the kernel's module is not there (modprobe nvidia_peermem)", why)}, nil
 	}

@@ -16,7 +16,7 @@ import (
 )
 
 // patience is how long a test waits for what must come.
-const patience = 20 * time.Second
+const patience = time.Minute
 
 var (
 	ownerLife  = id.Life{Node: "owner", Incarnation: 0x1122334455667788}
@@ -130,6 +130,7 @@ func talkTo(ctx context.Context, owner *Transport, reader id.Life, hello []byte)
 				return errors.New("nobody listens")
 			}
 		})
+		hangUp()
 	}()
 	select {
 	case b := <-c.answers:

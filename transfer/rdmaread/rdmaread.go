@@ -111,7 +111,7 @@ const (
 // its answer. There is one for each lane, and its life is that of both queue pairs.
 type Call interface {
 	// Send asks the peer's Serve something. It does not wait for the peer while
-	// at most 4 questions have no answer; the end of ctx ends the call. It is
+	// at most 16 questions have no answer; the end of ctx ends the call. It is
 	// called by one goroutine at a time, and may keep nothing of the message.
 	Send(ctx context.Context, question []byte) error
 	// Answers are those to the questions, in order. It need not be closed.
@@ -140,7 +140,7 @@ type Options struct {
 	Reads        int      // reads under way at once on a queue pair, 1 to 128; default 16, and what both devices can
 	QueuePairs   int      // lanes of a path, 1 to 64; default: as many as make 32 reads at once, 2 to 8
 	Library      string   // path of libibverbs.so.1; default: as the loader finds it
-	Staging      int64    // bytes of host memory to stage device memory in, half for rings, half for reads; default 64 MiB
+	Staging      int64    // bytes of host memory to stage device memory in, half for rings, half for reads: at least 4 MiB where something is staged; default [transfer.DefaultStaging]
 	Limits       transfer.Limits
 	Logger       *slog.Logger // default: silence
 
@@ -154,7 +154,7 @@ func (o Options) withDefaults() Options {
 	o.RetryCount = cmp.Or(o.RetryCount, 6)
 	o.Reads = cmp.Or(o.Reads, 16)
 	o.hold = cmp.Or(o.hold, time.Second)
-	o.Staging = cmp.Or(o.Staging, 64<<20)
+	o.Staging = cmp.Or(o.Staging, transfer.DefaultStaging)
 	if o.root == nil {
 		o.root = os.DirFS("/")
 	}
@@ -182,8 +182,6 @@ func (o *Options) check() error {
 		return fmt.Errorf("%d queue pairs, want 1 to %d", o.QueuePairs, maxLanes)
 	case o.GIDIndex != nil && (*o.GIDIndex < 0 || *o.GIDIndex > 255):
 		return fmt.Errorf("GID index %d, want 0 to 255", *o.GIDIndex)
-	case o.Staging < leastStaging:
-		return fmt.Errorf("%d bytes for staging, want at least %d", o.Staging, int64(leastStaging))
 	case o.MTU != 0 && mtuOf(o.MTU) == 0:
 		return fmt.Errorf("MTU of %d bytes, want 256, 512, 1024, 2048, or 4096", o.MTU)
 	}
@@ -231,6 +229,7 @@ type Transport struct {
 	accepted map[*served]struct{}
 	readers  map[id.Life]int
 	serving  sync.WaitGroup // Add under mu, while not closed
+	saying   sync.WaitGroup // what tells readers that a gather has ended; Add while serving
 	shut     sync.Once
 	shutErr  error
 }
@@ -344,6 +343,7 @@ func (t *Transport) Close() error {
 	}
 	work.Wait()
 	t.serving.Wait()
+	t.saying.Wait()
 	t.shut.Do(func() { t.shutErr = t.closeDevices() })
 	return t.shutErr
 }

@@ -31,8 +31,6 @@ const (
 	spin = 20 * time.Microsecond // before a lane's goroutine sleeps
 )
 
-var errTotal = fmt.Errorf("the read took longer than its total time: %w", transfer.ErrStalled)
-
 // Read is [transfer.Link.Read].
 func (l *link) Read(ctx context.Context, seals []transfer.Seal, copies []transfer.Copy) error {
 	started := time.Now()
@@ -195,8 +193,7 @@ func (p *pull) read(ctx context.Context, seals []transfer.Seal) (err error) {
 // bound gives the context of a read: it ends with the link and with the total
 // time too.
 func (l *link) bound(ctx context.Context, total time.Duration) (context.Context, func()) {
-	const century = 100 * 365 * 24 * time.Hour
-	ctx, release := context.WithTimeoutCause(ctx, min(total, century), errTotal)
+	ctx, release := context.WithTimeoutCause(ctx, total, transfer.ErrTotal)
 	ctx, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(l.ctx, func() { cancel(context.Cause(l.ctx)) })
 	return ctx, func() {
@@ -248,15 +245,15 @@ func (l *link) hands(total int64, copies int) int {
 func (p *pull) hand(ctx, waiting context.Context) {
 	w, _ := p.l.t.windows.Get().(*window)
 	defer p.l.t.windows.Put(w)
-	if pool := p.l.t.landing; pool != nil {
-		if err := w.stage.begin(waiting, pool); err != nil {
-			p.unserved(ctx, err)
-			return
-		}
-		defer func() { p.failed(w.stage.end()) }()
-	}
+	defer func() { p.failed(w.stage.end()) }()
 	for more := true; more; {
 		b, err := p.l.acquire(waiting, p)
+		if err == nil && b.lane.path.port.d.staged && !w.stage.tryBegin(p.l.t.landing) {
+			p.l.giveBack(b) // who waits for a buffer has no lane
+			if err = w.stage.begin(waiting, p.l.t.landing); err == nil {
+				continue
+			}
+		}
 		if err != nil {
 			p.unserved(ctx, err)
 			return

@@ -31,6 +31,9 @@ func (t *Transport) stage() (err error) {
 	if devices == 0 {
 		return nil
 	}
+	if t.o.Staging < leastStaging {
+		return fmt.Errorf("%d bytes for staging, want at least %d", t.o.Staging, int64(leastStaging))
+	}
 	half := t.o.Staging / 2
 	// A ring is registered with one device, what is for reads with each.
 	if err := rdma.CheckMemlock(uint64(half) * (1 + devices)); err != nil {
@@ -75,8 +78,10 @@ type ring struct {
 	gathering [ringBuffers]gathering
 	ahead     atomic.Int32    // gathers without an answer
 	started   chan *gathering // in order, with room for all of them
+	answers   chan []byte     // likewise
+	dropped   chan struct{}   // closed when no answer is wanted any more
 	failed    chan error      // why no further one can be answered; one value
-	work      sync.WaitGroup  // the goroutine that answers
+	work      sync.WaitGroup  // the goroutine that waits for gathers
 }
 
 // gathering is a gather that has begun, and room for the next that uses its buffer.
@@ -99,15 +104,19 @@ func (d *device) newRing(reader id.Life) (*ring, error) {
 		return nil, refuse(refusedVerb, "register a ring: %w", err)
 	}
 	t.stats.rings.Add(1)
-	return &ring{t: t, device: d, reader: reader, mem: mem, region: region, started: make(chan *gathering, ringBuffers), failed: make(chan error, 1)}, nil
+	return &ring{
+		t: t, device: d, reader: reader, mem: mem, region: region,
+		started: make(chan *gathering, ringBuffers), answers: make(chan []byte, ringBuffers), dropped: make(chan struct{}), failed: make(chan error, 1),
+	}, nil
 }
 
 // offer adds the ring to what an answer tells.
 func (r *ring) offer(to *regions) { to.ring, to.buffers = remoteOf(r.region), ringBuffers }
 
 // drop gives the ring back, once no gather writes to it any more. The lane's queue
-// pair has been destroyed.
+// pair has been destroyed. A reader who hears no answer is not waited for.
 func (r *ring) drop() {
+	close(r.dropped)
 	close(r.started)
 	r.work.Wait()
 	insist(r.region.Close, func(tries int, err error) {
@@ -151,23 +160,31 @@ func (r *ring) take(question []byte) error {
 	return nil
 }
 
-// answer waits for the gathers in their order, and answers each, until one can't
-// be answered. It returns when all of them have ended.
-func (r *ring) answer(send func([]byte) error) {
-	deaf := false
+// answer waits for the gathers in their order, and makes an answer to each. It
+// returns when all of them have ended.
+func (r *ring) answer() {
 	for g := range r.started {
-		number := g.number
 		why := g.staging.Wait()
-		r.ahead.Add(-1) // before the reader may know
-		if deaf {
-			continue
-		}
 		if why != nil && r.t.speaks() {
 			r.t.o.Logger.Warn("device memory could not be copied for a peer", "reader", r.reader.String(), "err", why)
 		}
-		if err := send(encodeGathered(number, why)); err != nil {
-			deaf = true
-			r.failed <- err // has room
+		r.answers <- encodeGathered(g.number, why) // has room: it still counts as ahead
+	}
+}
+
+// say sends answers, until one can't be sent, or the ring has been dropped: a
+// reader who hears none keeps the last of them until Serve has returned.
+func (r *ring) say(send func([]byte) error) {
+	for {
+		select {
+		case <-r.dropped:
+			return
+		case b := <-r.answers:
+			r.ahead.Add(-1) // before the reader may know
+			if err := send(b); err != nil {
+				r.failed <- err // has room
+				return
+			}
 		}
 	}
 }
@@ -178,7 +195,8 @@ func (t *Transport) stand(ctx context.Context, s *served, asked <-chan []byte, s
 	var failed <-chan error
 	if s.ring != nil {
 		failed = s.ring.failed
-		s.ring.work.Go(func() { s.ring.answer(send) })
+		s.ring.work.Go(s.ring.answer)
+		t.saying.Go(func() { s.ring.say(send) })
 	}
 	for {
 		select {

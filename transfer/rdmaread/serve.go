@@ -37,7 +37,9 @@ func refuse(why refusal, format string, args ...any) error {
 // Serve answers a hello of reader, which the caller has proved to be that life,
 // and then the questions of the [Call], in order: answer, which sends what it is
 // given, is called once for each of them, by one goroutine at a time. It is not
-// called for a hello if ctx has ended before.
+// called for a hello if ctx has ended before. That to a question may wait for a
+// reader who takes none, as long as Serve has not returned, which does not wait for
+// it; Close does.
 //
 // Serve returns when ctx has ended, which is to be when the Call has, when the
 // transport closes, when a question is none, or at once if the hello is refused, of

@@ -69,16 +69,32 @@ type stage struct {
 	timer   *time.Timer
 }
 
-// begin takes the first buffer, before its hand has a lane.
+// tryBegin says whether there is a buffer to read into; it takes the first one if
+// one is free.
+func (s *stage) tryBegin(pool *transfer.Pool) bool {
+	if len(s.held) > 0 {
+		return true
+	}
+	buf, ok := pool.TryGet()
+	if ok {
+		s.first(pool, buf)
+	}
+	return ok
+}
+
+// begin waits for the first buffer. Its hand has no lane.
 func (s *stage) begin(waiting context.Context, pool *transfer.Pool) error {
 	buf, err := pool.Get(waiting)
-	if err != nil {
-		return err
+	if err == nil {
+		s.first(pool, buf)
 	}
+	return err
+}
+
+func (s *stage) first(pool *transfer.Pool, buf []byte) {
 	s.pool = pool
 	s.all[0].buf = buf
 	s.held = append(s.held[:0], &s.all[0])
-	return nil
 }
 
 // end waits for what is scattered, and gives the buffers back.

@@ -86,6 +86,16 @@ func (c *Conn) SendFile(label uint16, f *os.File) error {
 	return memory.SendFile(c.conn, c.p.File(label), f)
 }
 
+// SendForReading hands a file over that is open for reading alone, whatever f is: a
+// reader's mistake must not write into it.
+func (c *Conn) SendForReading(label uint16, f *os.File) error {
+	r, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))
+	if err != nil {
+		return fmt.Errorf("open the file of label %d for reading: %w", label, err)
+	}
+	return errors.Join(c.SendFile(label, r), r.Close())
+}
+
 // ReceiveFile receives the file of this label, which becomes the caller's.
 func (c *Conn) ReceiveFile(label uint16) (*os.File, error) {
 	var payload [fileBytes]byte

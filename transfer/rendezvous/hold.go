@@ -7,15 +7,16 @@ import (
 	"io"
 	"sync"
 
+	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/transfer"
 )
 
 // ErrGone is wrapped by why a Hold has ended where the peer ended it.
 var ErrGone = fmt.Errorf("the peer has hung up, since its transport was closed or its process has ended: link %w", transfer.ErrClosed)
 
-// Reader is what a transport does with a connection that it has opened. Its
-// methods are called one after the other.
-type Reader interface {
+// Holder is what a link does with the connection that it has opened. Its methods
+// are called one after the other.
+type Holder interface {
 	// Attach takes what follows the welcome: the files, then Conn.Settle, then
 	// whatever makes them memory that is read. The context is that of Open, and
 	// ends with the Hold too.
@@ -32,7 +33,8 @@ type Reader interface {
 // that run, and why there can be no more. It is safe for concurrent use.
 type Hold struct {
 	s       *Server
-	r       Reader
+	r       Holder
+	life    id.Life // of the peer
 	address string
 	cancel  context.CancelCauseFunc // of what is being opened
 	ended   chan struct{}           // closed when nothing may be read any more; why says why
@@ -46,10 +48,10 @@ type Hold struct {
 
 // Open dials a peer, attaches what it gives, and watches the connection until it
 // ends, or Close ends it. With an error nothing is held.
-func (s *Server) Open(ctx context.Context, peer transfer.Peer, r Reader) (*Hold, error) {
+func (s *Server) Open(ctx context.Context, peer transfer.Peer, r Holder) (*Hold, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	h := &Hold{s: s, r: r, cancel: cancel, ended: make(chan struct{}), gone: make(chan struct{})}
+	h := &Hold{s: s, r: r, life: peer.Life, cancel: cancel, ended: make(chan struct{}), gone: make(chan struct{})}
 	// A server that closes ends what is being opened too.
 	s.mu.Lock()
 	if s.closed {

@@ -47,9 +47,14 @@
 // A [Server] owns its socket, the goroutines that accept and serve, and the
 // connections that were accepted, which it closes behind Options.Serve. A [Hold]
 // owns the connection that it has opened, waits for the reads that its link has
-// told it of, and closes it behind Reader.Release. Files that were received are the
-// receiver's, files that were sent stay the sender's. The package knows no arena
-// and no seal: what is in a welcome, and which files there are, is the protocol's.
+// told it of, and closes it behind Holder.Release. Files that were received are the
+// receiver's, files that were sent stay the sender's.
+//
+// # Reading
+//
+// [Hold.Read] is what reads of these transports have in common: what ends one, the
+// seal words before and behind it, what is counted. What is in a welcome, which files
+// there are, and how bytes are copied ([Source]) is the protocol's.
 package rendezvous
 
 import (
@@ -171,6 +176,11 @@ func (s *Server) Address() string { return s.dir.address(s.socket) }
 
 // Stats is a snapshot of what a server has done since Listen.
 type Stats struct {
+	Reads     uint64 // reads of our holds that held
+	ReadBytes uint64 // bytes that landed, of failed reads too
+	Stale     uint64 // reads that ended stale
+	Errors    uint64 // reads that failed otherwise
+
 	Served    uint64 // connections that were settled
 	Garbage   uint64 // connections ended because of what they sent
 	Strangers uint64 // connections ended because they meant another life, or are another user's
@@ -180,7 +190,10 @@ type Stats struct {
 	Holds     int    // connections open now, of ours
 }
 
-type counters struct{ served, garbage, strangers, evicted, refused atomic.Uint64 }
+type counters struct {
+	reads
+	served, garbage, strangers, evicted, refused atomic.Uint64
+}
 
 // Stats may be called at any time.
 func (s *Server) Stats() Stats {
@@ -188,6 +201,7 @@ func (s *Server) Stats() Stats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return Stats{
+		Reads: c.held.Load(), ReadBytes: c.bytes.Load(), Stale: c.stale.Load(), Errors: c.failed.Load(),
 		Served: c.served.Load(), Garbage: c.garbage.Load(), Strangers: c.strangers.Load(),
 		Evicted: c.evicted.Load(), Refused: c.refused.Load(), Accepted: len(s.conns), Holds: len(s.holds),
 	}

@@ -147,7 +147,7 @@ func TestMuteOwner(t *testing.T) {
 	for s, bound := range map[*Server]time.Duration{hasty: 100 * time.Millisecond, patient: maxHandshake} {
 		started := time.Now()
 		_, err := s.Open(short(t), peer, plain{})
-		if took := time.Since(started); !errors.Is(err, transfer.ErrStalled) || !strings.Contains(err.Error(), fmt.Sprintf("within %v", bound)) || took < bound*8/10 || took > bound+5*time.Second {
+		if took := time.Since(started); !errors.Is(err, transfer.ErrStalled) || !strings.Contains(err.Error(), fmt.Sprintf("within %v", bound)) || took < bound*8/10 || took > bound+20*time.Second {
 			t.Errorf("Open: %v after %v, want ErrStalled after %v", err, took, bound)
 		}
 	}
@@ -420,7 +420,7 @@ func TestStubbornReader(t *testing.T) {
 	if err := owner.Close(); err != nil {
 		t.Error(err)
 	}
-	if took := time.Since(started); took < 40*time.Millisecond || took > 5*time.Second {
+	if took := time.Since(started); took < 40*time.Millisecond || took > 20*time.Second {
 		t.Errorf("Close took %v with a reader that does not let go, want the stall time", took)
 	}
 }

@@ -19,7 +19,7 @@ const (
 	sealLabel    = 0xffff // of the file of the seal table
 	ringLabel    = 0xfffe
 
-	maxCopies     = 4096 // of an ask
+	maxCopies     = 4096 // of an ask: a device fills a buffer in one call, see transfer.StagedCopies
 	copyBytes     = 2 + 8 + 4
 	maxAskBody    = 1 + maxCopies*copyBytes
 	maxReason     = 512

@@ -47,7 +47,7 @@ func (r received) close() {
 	}
 }
 
-// Attach is [rendezvous.Reader.Attach].
+// Attach is [rendezvous.Holder.Attach].
 func (l *link) Attach(ctx context.Context, c *rendezvous.Conn) error {
 	w, err := parseWelcome(c.Says())
 	if err != nil {
@@ -115,7 +115,7 @@ func (l *link) attach(ctx context.Context, c *rendezvous.Conn, w welcome, files 
 	return nil
 }
 
-// Watch is [rendezvous.Reader.Watch].
+// Watch is [rendezvous.Holder.Watch].
 func (l *link) Watch(c *rendezvous.Conn) error {
 	if l.ring == nil {
 		return c.Stand()
@@ -123,7 +123,7 @@ func (l *link) Watch(c *rendezvous.Conn) error {
 	return l.ring.hear()
 }
 
-// Release is [rendezvous.Reader.Release].
+// Release is [rendezvous.Holder.Release].
 func (l *link) Release() {
 	for i := range l.arenas {
 		if m := l.arenas[i].mapped; m != nil {
@@ -153,5 +153,6 @@ func (l *link) Close() error {
 
 var (
 	_ transfer.Link     = (*link)(nil)
-	_ rendezvous.Reader = (*link)(nil)
+	_ rendezvous.Holder = (*link)(nil)
+	_ rendezvous.Source = (*link)(nil)
 )

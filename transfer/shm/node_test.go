@@ -13,7 +13,7 @@ import (
 )
 
 // patience is how long a test waits for what must come.
-const patience = 10 * time.Second
+const patience = time.Minute
 
 var (
 	ownerLife  = id.Life{Node: "owner", Incarnation: 0x1122334455667788}

@@ -253,7 +253,7 @@ func TestOwnerIsKilledWhileItIsRead(t *testing.T) {
 		case <-time.After(patience):
 			t.Fatalf("round %d: Read hangs", round)
 		}
-		if took := time.Since(killed); took > 2*time.Second {
+		if took := time.Since(killed); took > 20*time.Second {
 			t.Errorf("round %d: the read ended %v after the owner", round, took)
 		}
 	}
@@ -289,7 +289,7 @@ func TestOwnerIsKilledWhileItGathers(t *testing.T) {
 				owner.kill()
 				killed := time.Now()
 				err := <-done
-				if took := time.Since(killed); !errors.Is(err, rendezvous.ErrGone) || took > 2*time.Second {
+				if took := time.Since(killed); !errors.Is(err, rendezvous.ErrGone) || took > 20*time.Second {
 					t.Errorf("round %d: the read ended %v after the owner: %v", round, took, err)
 				}
 				if reader.t.Stats().ReadBytes == before {

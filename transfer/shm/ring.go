@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/kvferry/kvferry/internal/memory"
+	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
@@ -17,7 +18,7 @@ type ring struct {
 	size   int // bytes of a buffer
 	slots  []*slot
 	free   chan *slot // those that no read uses, and the owner has not
-	unpin  []func() error
+	unpin  func() error
 
 	mu sync.Mutex // guards the state of each slot
 }
@@ -44,29 +45,18 @@ func (l *link) openRing(c *rendezvous.Conn, w welcome, f *os.File) (*ring, error
 		r.slots = append(r.slots, s)
 		r.free <- s
 	}
-	for _, a := range l.t.local.Arenas {
-		stager, ok := a.(memory.Stager)
-		if !ok {
-			continue
-		}
-		unpin, err := stager.Pin(region.Bytes())
-		if err != nil {
-			l.t.log.Warn("the ring of a peer is not pinned, and emptied slowly", "peer", l.peer.Life.String(), "err", err)
-			break
-		}
-		r.unpin = append(r.unpin, unpin)
+	unpin, refused := transfer.Pin(l.t.local.Arenas, region.Bytes())
+	if refused != nil {
+		l.t.log.Warn("the ring of a peer is not pinned, and emptied slowly", "peer", l.peer.Life.String(), "err", refused)
 	}
+	r.unpin = unpin
 	return r, nil
 }
 
 // close unmaps the ring. What the owner still writes into it, it writes into
 // memory that is this connection's.
 func (r *ring) close() error {
-	var errs []error
-	for _, unpin := range r.unpin {
-		errs = append(errs, unpin())
-	}
-	return errors.Join(append(errs, r.region.Close())...)
+	return errors.Join(r.unpin(), r.region.Close())
 }
 
 // ask lets the owner fill a slot with its piece. With an error the connection

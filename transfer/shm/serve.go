@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"sync"
 	"sync/atomic"
 
@@ -32,7 +31,7 @@ func (t *Transport) serveArenas(c *rendezvous.Conn, w welcome) error {
 	err := t.greet(c, w)
 	for _, r := range w.ranks() {
 		if err == nil {
-			err = sendForReading(c, uint16(r), t.local.Arenas[r].(*memory.Region))
+			err = c.SendForReading(uint16(r), t.local.Arenas[r].(*memory.Region).File())
 		}
 	}
 	if err == nil {
@@ -48,18 +47,7 @@ func (t *Transport) greet(c *rendezvous.Conn, w welcome) error {
 	if err := c.Welcome(w.encode()); err != nil {
 		return err
 	}
-	return sendForReading(c, sealLabel, t.local.Seals.Region())
-}
-
-// sendForReading hands a region over as a file that is open for reading alone: a
-// reader's mistake must not write into it.
-func sendForReading(c *rendezvous.Conn, label uint16, r *memory.Region) error {
-	f, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", r.File().Fd()))
-	if err != nil {
-		return fmt.Errorf("open the memory of label %d for reading: %w", label, err)
-	}
-	err = c.SendFile(label, f)
-	return errors.Join(err, f.Close())
+	return c.SendForReading(sealLabel, t.local.Seals.Region().File())
 }
 
 // serveRing fills buffers for one reader until it hangs up, and until the device
@@ -69,11 +57,12 @@ func (t *Transport) serveRing(c *rendezvous.Conn, w welcome) (err error) {
 		return fmt.Errorf("%d readers have a ring, and the memory for staging has room for no more: %w", cap(t.staging.room), rendezvous.ErrBusy)
 	}
 	defer t.staging.giveRoom()
-	pool, refused, err := transfer.NewPool("kvferry-shm-ring", t.local.Arenas, w.bytes, w.buffers)
+	region, err := memory.New("kvferry-shm-ring", int64(w.buffers)*int64(w.bytes))
 	if err != nil {
-		return fmt.Errorf("%w: %w", rendezvous.ErrBusy, err)
+		return fmt.Errorf("ring: %w: %w", rendezvous.ErrBusy, err)
 	}
-	defer func() { err = errors.Join(err, pool.Close()) }()
+	unpin, refused := transfer.Pin(t.local.Arenas, region.Bytes())
+	defer func() { err = errors.Join(err, unpin(), region.Close()) }()
 	if refused != nil {
 		t.log.Warn("the ring of a reader is not pinned, and filled slowly", "reader", c.Peer().String(), "err", refused)
 	}
@@ -82,7 +71,7 @@ func (t *Transport) serveRing(c *rendezvous.Conn, w welcome) (err error) {
 	}
 	// The reader's device may have to pin it, which takes writable memory. It is
 	// the reader's alone, which can harm nobody but itself.
-	if err := c.SendFile(ringLabel, pool.Region().File()); err != nil {
+	if err := c.SendFile(ringLabel, region.File()); err != nil {
 		return err
 	}
 	if err := c.Settle(); err != nil {
@@ -90,7 +79,7 @@ func (t *Transport) serveRing(c *rendezvous.Conn, w welcome) (err error) {
 	}
 	f := filling{t: t, c: c, w: &w, buffers: make([]filled, w.buffers), started: make(chan int, w.buffers)}
 	for i := range f.buffers {
-		f.buffers[i].bytes = pool.Region().Bytes()[i*w.bytes:][:w.bytes:w.bytes]
+		f.buffers[i].bytes = region.Bytes()[i*w.bytes:][:w.bytes:w.bytes]
 	}
 	var work sync.WaitGroup
 	work.Go(f.answer)
@@ -149,7 +138,7 @@ func (f *filling) answer() {
 		b := &f.buffers[i]
 		err := b.gather.Wait()
 		if err == nil {
-			f.t.stats.staged.Add(uint64(transfer.Bytes(b.copies)))
+			f.t.staged.Add(uint64(transfer.Bytes(b.copies)))
 		}
 		b.busy.Store(false)                          // the reader may ask as soon as it hears
 		_ = f.c.Send(kindFilled, filledBody(i, err)) // if it fails the connection ends

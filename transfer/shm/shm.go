@@ -67,7 +67,6 @@ import (
 	"maps"
 	"runtime"
 	"sync/atomic"
-	"time"
 
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/rendezvous"
@@ -86,7 +85,7 @@ type Options struct {
 	Dir     string          // required: the rendezvous directory, which peers of this host share; made if it is missing
 	Workers int             // copies by processors that run at once, of all reads together; default half of the processors, 1 to 4
 	Cached  bool            // what lands is read by this process at once: copy through the caches
-	Staging int64           // bytes of pinned memory, where the arenas are in the memory of a device: half for what we read, half for the rings of readers; default 64 MiB
+	Staging int64           // bytes of pinned memory, where the arenas are in the memory of a device: half for what we read, half for the rings of readers; default [transfer.DefaultStaging]
 	Limits  transfer.Limits // of the handshake and of reading; Stall is how long Close waits for readers
 	Logger  *slog.Logger    // default: silence
 }
@@ -97,7 +96,7 @@ func (o Options) withDefaults() Options {
 		o.Workers = max(1, min(4, runtime.GOMAXPROCS(0)/2))
 	}
 	if o.Staging <= 0 {
-		o.Staging = 64 << 20
+		o.Staging = transfer.DefaultStaging
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -111,10 +110,10 @@ type Transport struct {
 	limits  transfer.Limits
 	cached  bool
 	log     *slog.Logger
-	workers workers
-	staging *staging // nil: our arenas are in host memory
+	workers *rendezvous.Turns // of copies by processors
+	staging *staging          // nil: our arenas are in host memory
 	server  *rendezvous.Server
-	stats   counters
+	staged  atomic.Uint64 // Stats.StagedBytes
 }
 
 // Listen opens the rendezvous directory, and serves local until Close. It wraps
@@ -140,7 +139,7 @@ func listen(o Options) (*Transport, error) {
 	o.Local.Arenas = maps.Clone(o.Local.Arenas)
 	t := &Transport{
 		local: o.Local, limits: o.Limits, cached: o.Cached, log: o.Logger,
-		workers: workers{slots: make(chan struct{}, o.Workers)},
+		workers: rendezvous.NewTurns(o.Workers),
 	}
 	if transfer.Staged(o.Local.Arenas) {
 		s, err := newStaging(o)
@@ -203,22 +202,14 @@ type Stats struct {
 	Rings    int // of those
 }
 
-type counters struct{ reads, readBytes, staged, stale, errors atomic.Uint64 }
-
 // Stats may be called at any time.
 func (t *Transport) Stats() Stats {
-	s, r := &t.stats, t.server.Stats()
+	r := t.server.Stats()
 	return Stats{
-		Reads: s.reads.Load(), ReadBytes: s.readBytes.Load(), StagedBytes: s.staged.Load(), Stale: s.stale.Load(), Errors: s.errors.Load(),
+		Reads: r.Reads, ReadBytes: r.ReadBytes, StagedBytes: t.staged.Load(), Stale: r.Stale, Errors: r.Errors,
 		Served: r.Served, Garbage: r.Garbage, Strangers: r.Strangers, Evicted: r.Evicted, Refused: r.Refused,
 		Links: r.Holds, Accepted: r.Accepted, Rings: t.staging.rings(),
 	}
-}
-
-// deadline does not overflow.
-func deadline(from time.Time, d time.Duration) time.Time {
-	const century = 100 * 365 * 24 * time.Hour
-	return from.Add(min(d, century))
 }
 
 var _ transfer.Transport = (*Transport)(nil)

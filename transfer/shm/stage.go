@@ -5,10 +5,10 @@ import (
 	"context"
 	"fmt"
 	"runtime/debug"
-	"time"
 
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/rendezvous"
 )
 
 // stage is the work of one hand where pieces go through buffers. It fills one
@@ -58,7 +58,7 @@ func (p *pull) take(ctx context.Context, wait bool) *slot {
 			return nil
 		}
 		var err error
-		if s, err = await(ctx, p, p.buffers); err != nil {
+		if s, err = rendezvous.Await(ctx, &p.Read, p.buffers, errTaken); err != nil {
 			p.landed(nil, err)
 			return nil
 		}
@@ -68,13 +68,13 @@ func (p *pull) take(ctx context.Context, wait bool) *slot {
 		p.buffers <- s
 		return nil
 	}
-	if err := p.over(ctx); err != nil {
+	if err := p.Over(ctx); err != nil {
 		p.give(s, err)
 		return nil
 	}
 	if ring := p.l.ring; ring != nil {
 		if err := ring.ask(s); err != nil {
-			p.landed(s.piece, err)
+			p.landed(s.piece, p.Broken(err))
 			return nil
 		}
 	}
@@ -86,9 +86,9 @@ func (p *pull) take(ctx context.Context, wait bool) *slot {
 func (p *pull) land(ctx context.Context, s *slot) bool {
 	ring, own := p.l.ring, p.l.t.staging
 	if ring != nil {
-		err := cmp.Or(p.failure(), p.over(ctx))
+		err := cmp.Or(p.failure(), p.Over(ctx))
 		if err == nil {
-			_, err = await(ctx, p, s.answer)
+			_, err = rendezvous.Await(ctx, &p.Read, s.answer, errStall)
 		}
 		if err != nil {
 			p.landed(s.piece, err)
@@ -102,13 +102,13 @@ func (p *pull) land(ctx context.Context, s *slot) bool {
 	}
 	var err error
 	if ring == nil || own == nil { // one of the two copies is a processor's
-		if err = p.turn(ctx); err == nil {
+		if err = p.Turn(ctx, p.l.t.workers); err == nil {
 			if ring == nil {
 				err = p.l.fill(s)
 			} else {
 				err = p.l.empty(s)
 			}
-			p.l.t.workers.release()
+			p.l.t.workers.Release()
 		}
 	}
 	if err != nil || own == nil {
@@ -125,7 +125,7 @@ func (p *pull) finish(s *slot) {
 	if err != nil {
 		err = fmt.Errorf("copy to our device: %w", err)
 	} else if p.l.ring == nil {
-		p.l.t.stats.staged.Add(uint64(transfer.Bytes(s.piece)))
+		p.l.t.staged.Add(uint64(transfer.Bytes(s.piece)))
 	}
 	p.give(s, err)
 }
@@ -151,35 +151,9 @@ func (p *pull) failure() error {
 	return p.err
 }
 
-// await receives from c, unless the read is to end before, or nothing comes for the
-// stall time.
-func await[T any](ctx context.Context, p *pull, c <-chan T) (v T, err error) {
-	select {
-	case v = <-c:
-		return v, nil
-	default:
-	}
-	left, stall := time.Until(p.deadline), p.l.t.limits.Stall
-	timer := time.NewTimer(min(left, stall))
-	defer timer.Stop()
-	select {
-	case v = <-c:
-		return v, nil
-	case <-ctx.Done():
-		return v, transfer.Reason(ctx)
-	case <-p.l.hold.Ended():
-		return v, p.l.hold.Reason()
-	case <-timer.C:
-		if left <= stall {
-			return v, errTotal
-		}
-		return v, errStall
-	}
-}
-
 // fill copies a piece from the peer's arenas into its buffer.
 func (l *link) fill(s *slot) (err error) {
-	defer l.survive(debug.SetPanicOnFault(true), &err)
+	defer memory.Survive(debug.SetPanicOnFault(true), l.theirs, &err)
 	at := int64(0)
 	for i := range s.piece {
 		c := &s.piece[i]
@@ -191,7 +165,7 @@ func (l *link) fill(s *slot) (err error) {
 
 // empty copies a piece from its buffer into our arenas.
 func (l *link) empty(s *slot) (err error) {
-	defer l.survive(debug.SetPanicOnFault(true), &err)
+	defer memory.Survive(debug.SetPanicOnFault(true), l.theirs, &err)
 	rest := s.bytes
 	for i := range s.piece {
 		c := &s.piece[i]

@@ -69,16 +69,15 @@ func TestSuiteScarce(t *testing.T) {
 // as little as there can be at a reader: small buffers, and two of them.
 func TestSuiteStagedInLittle(t *testing.T) {
 	device := transfertest.NewDevice(transfertest.DeviceOptions{})
-	t.Run("owner", func(t *testing.T) {
-		f := factory(t, Options{Workers: 3, Staging: 2 << 20})
-		f.Owner = device.Alloc
-		transfertest.Run(t, f)
-	})
-	t.Run("reader", func(t *testing.T) {
-		f := factory(t, Options{Workers: 3, Staging: 1})
-		f.Reader = device.Alloc
-		transfertest.Run(t, f)
-	})
+	dir := meeting(t)
+	f := transfertest.Factory{Name: Name, Owner: device.Alloc, Reader: device.Alloc, Start: func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+		o := Options{Local: local, Limits: limits, Dir: dir, Workers: 3, Staging: 2 << 20}
+		if local.Life.Node == "reader" {
+			o.Staging = 1
+		}
+		return Listen(o)
+	}}
+	t.Run("suite", func(t *testing.T) { transfertest.Run(t, f) })
 	if err := device.Close(); err != nil {
 		t.Error(err)
 	}

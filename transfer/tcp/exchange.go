@@ -208,8 +208,9 @@ func (x *exchange) ask(w *wire, s *scratch, copies []transfer.Copy) error {
 
 // receive receives the answer to the i-th request, and the header of the next
 // one with it, if that was sent ahead and nothing is staged: between two frames
-// there is nothing else, so no byte can go astray, and an answer costs one read. After an error whole
-// reports whether the wire is at the end of the answer all the same.
+// there is nothing else, so no byte can go astray, and an answer costs one read.
+// After an error whole reports whether the wire is at the end of the answer all the
+// same.
 func (x *exchange) receive(in *half, s *scratch, i uint64, copies []transfer.Copy, ahead bool, arenas map[id.Rank]memory.Arena) (whole bool, err error) {
 	if !s.have {
 		if err := in.one(s.head[:]); err != nil {

@@ -22,7 +22,6 @@ import (
 
 var (
 	errStall = fmt.Errorf("no byte landed for the stall time: %w", transfer.ErrStalled)
-	errTotal = fmt.Errorf("the read took longer than its total time: %w", transfer.ErrStalled)
 	errDial  = fmt.Errorf("no answer within the dial time: %w", transfer.ErrStalled)
 )
 
@@ -185,7 +184,7 @@ func (l *link) attempt(ctx context.Context, seals []transfer.Seal, copies []tran
 	// caller.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	whole := time.AfterFunc(limits.Total(r.total), func() { cancel(errTotal) })
+	whole := time.AfterFunc(limits.Total(r.total), func() { cancel(transfer.ErrTotal) })
 	defer whole.Stop()
 	// A byte of any lane is progress.
 	stall := time.AfterFunc(limits.Stall, func() { cancel(errStall) })

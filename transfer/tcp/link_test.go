@@ -37,19 +37,17 @@ func untouched(t testing.TB, n *node, copies ...transfer.Copy) {
 	t.Helper()
 	a := slices.Clone(n.arena())
 	for _, c := range copies {
-		for i := range c.Bytes {
-			a[c.Local+i] = 0xcc
-		}
+		fill(a[c.Local:][:c.Bytes], []byte{0xcc})
 	}
-	if i := slices.IndexFunc(a, func(b byte) bool { return b != 0xcc }); i >= 0 {
-		t.Errorf("byte %d, which is no destination, was written", i)
+	if same := bytes.Count(a, []byte{0xcc}); same != len(a) { // quick under the race detector too
+		t.Errorf("%d bytes that are no destination were written, the first is %d", len(a)-same, slices.IndexFunc(a, func(b byte) bool { return b != 0xcc }))
 	}
 }
 
 // around wants took to be the limit, and not much more.
 func around(t testing.TB, what string, took, limit time.Duration) {
 	t.Helper()
-	if took < limit*4/5 || took > limit+3*time.Second {
+	if took < limit*4/5 || took > limit+20*time.Second {
 		t.Errorf("%s took %v, want about %v", what, took, limit)
 	}
 }
@@ -436,7 +434,7 @@ func muteAtEveryByte(t *testing.T, o, r Options) {
 			if err == nil && (len(up) >= c.up && c.up >= 0 || len(down) >= c.down && c.down >= 0) {
 				t.Errorf("cut %+v: no error", c)
 			}
-			if took := time.Since(started); took > 5*time.Second {
+			if took := time.Since(started); took > 20*time.Second {
 				t.Errorf("cut %+v: %v after %v", c, err, took)
 			}
 			if err != nil {
@@ -505,7 +503,7 @@ func testOwnerRestarts(t *testing.T, o, r Options) {
 func TestIdleConnectionEnds(t *testing.T) { bothWays(t, testIdleConnectionEnds) }
 
 func testIdleConnectionEnds(t *testing.T, o, r Options) {
-	o.Idle = 20 * time.Millisecond
+	o.Idle = 200 * time.Millisecond // longer than from a dial to its request
 	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
@@ -607,7 +605,7 @@ func TestStaleWhileRequestsAreBlocked(t *testing.T) {
 		_, _ = c.Write(appendHeader(nil, verdictOf(1, verdictStale)))
 		<-t.Context().Done()
 	})
-	reader := newReader(t, Options{MaxInFlight: maxInFlight, Limits: transfer.Limits{Stall: 5 * time.Second}})
+	reader := newReader(t, Options{MaxInFlight: maxInFlight, Limits: transfer.Limits{Stall: patience}})
 	link := open(t, reader, fakePeer(owner))
 	seals := slices.Repeat([]transfer.Seal{{Value: 1}}, maxSeals) // 12 KiB a request
 	copies := make([]transfer.Copy, 2000)
@@ -618,7 +616,7 @@ func TestStaleWhileRequestsAreBlocked(t *testing.T) {
 	if err := link.Read(short(t), seals, copies); !errors.Is(err, transfer.ErrStale) {
 		t.Errorf("Read: %v, want ErrStale", err)
 	}
-	if took := time.Since(started); took > 4*time.Second {
+	if took := time.Since(started); took > patience/2 {
 		t.Errorf("Read took %v, it waited for its requests", took)
 	}
 	untouched(t, reader)

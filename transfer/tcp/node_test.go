@@ -53,6 +53,9 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	if !o.Bind.IsValid() {
 		o.Bind = netip.MustParseAddrPort("127.0.0.1:0")
 	}
+	if o.Limits.Stall == 0 { // what is about no stall has none on a busy machine either
+		o.Limits.Stall = 20 * time.Second
+	}
 	tr, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -162,10 +165,13 @@ func bothWays(t *testing.T, run func(t *testing.T, owner, reader Options)) {
 	})
 }
 
+// patience is how long a test waits for what must come, on a busy machine too.
+const patience = time.Minute
+
 // short is a context that only a hang meets.
 func short(t testing.TB) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -173,10 +179,10 @@ func short(t testing.TB) context.Context {
 // eventually polls until done.
 func eventually(t testing.TB, what string, done func() bool) {
 	t.Helper()
-	end := time.Now().Add(10 * time.Second)
+	end := time.Now().Add(patience)
 	for !done() {
 		if time.Now().After(end) {
-			t.Fatalf("%s: still not after 10 s", what)
+			t.Fatalf("%s: still not after %v", what, patience)
 		}
 		time.Sleep(time.Millisecond)
 	}

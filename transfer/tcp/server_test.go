@@ -211,7 +211,7 @@ func TestUnfinishedRequestEnds(t *testing.T) {
 		if _, err := c.Write(b); err != nil {
 			t.Fatal(err)
 		}
-		_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
+		_ = c.SetReadDeadline(time.Now().Add(patience))
 		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s keeps the connection for ever", name)
 		}
@@ -390,7 +390,7 @@ func TestAnotherLifeIsRefused(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+		_ = c.SetDeadline(time.Now().Add(patience))
 		if _, err := c.Write(hello{owner: life, reader: readerLife}.encode()); err != nil {
 			t.Fatal(err)
 		}

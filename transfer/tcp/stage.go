@@ -5,14 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 )
-
-// DefaultStaging is the bytes of pinned memory of one transport.
-const DefaultStaging = 64 << 20
 
 const (
 	stagedBytes = 256 << 10 // of one buffer: small, so that the device and the wire take turns even in one request
@@ -115,6 +113,9 @@ func (g *gathering) take(ctx context.Context) (*gather, error) {
 	}
 	n := len(g.empty)
 	if n == 0 {
+		return nil, nil
+	}
+	if g.held > 0 && g.pool.Crowded() { // a reader that takes nothing keeps them for the stall time
 		return nil, nil
 	}
 	buf, ok := g.pool.TryGet()
@@ -259,7 +260,8 @@ type landing struct {
 
 	ctx    context.Context //nolint:containedctx // of the read that runs
 	under  chan *scatter   // copies that run, in their order
-	landed int64           // bytes; land's
+	landed int64           // bytes; land's, as the next
+	failed error           // of the first copy that failed; it ends the connection
 }
 
 // scatter is one piece.
@@ -327,21 +329,19 @@ func (l *landing) give(p *scatter) {
 	l.spare <- p
 }
 
-// land waits for the copies until under is closed, and returns the first error,
-// which ends the connection. moved is told when bytes have landed.
-func (l *landing) land(w *wire, moved func()) error {
-	var failed error
+// land waits for the copies until under is closed. moved is told when bytes have
+// landed.
+func (l *landing) land(w *wire, moved func()) {
 	for p := range l.under {
 		if err := p.copy.Wait(); err == nil {
 			l.landed += transfer.Bytes(p.copies)
 			moved()
-		} else if failed == nil {
-			failed = fmt.Errorf("copy into the device: %w", err)
+		} else if l.failed == nil {
+			l.failed = fmt.Errorf("copy into the device: %w", err)
 			w.abort() // the receiver may wait for bytes that have no use
 		}
 		l.give(p)
 	}
-	return failed
 }
 
 // runStaged is run for arenas on a device. It returns when no copy of the device
@@ -351,18 +351,18 @@ func (x *exchange) runStaged(ctx context.Context, w *wire, s *scratch, t *Transp
 		s.landing = newLanding(t.staging.in, t.local.Arenas)
 	}
 	l := s.landing
-	l.ctx, l.landed, l.under = ctx, 0, make(chan *scatter, stagedAhead)
+	l.ctx, l.landed, l.failed, l.under = ctx, 0, nil, make(chan *scatter, stagedAhead)
 	x.landing = l
-	landed := make(chan error, 1)
-	go func() { landed <- l.land(w, w.recv.moved) }()
+	var work sync.WaitGroup
+	work.Go(func() { l.land(w, w.recv.moved) })
 	whole, err = x.run(ctx, w, s, t.local.Arenas)
 	close(l.under)
-	failed := <-landed
+	work.Wait()
 	l.ctx = nil
 	x.landed = l.landed
 	t.stats.scattered.Add(uint64(l.landed))
-	if failed != nil {
-		return false, failed
+	if l.failed != nil {
+		return false, l.failed
 	}
 	return whole, err
 }

@@ -41,72 +41,53 @@ func newDeviceNode(t testing.TB, life id.Life, size int64, d *transfertest.Devic
 	})
 	n.local.Arenas = map[id.Rank]memory.Arena{0: a}
 	content = make([]byte, size)
-	for i := range content {
-		content[i] = byte(rand.Uint32())
-	}
+	_, _ = rand.NewChaCha8([32]byte{1}).Read(content)
 	transfertest.Poke(a, 0, content)
 	return n, content
 }
 
-// modelled runs a test that a busy machine may fail, three times at most: took is
-// to be near the longest of what goes on at once, and not the sum.
-func modelled(t *testing.T, longest, sum time.Duration, run func() (took time.Duration)) {
-	t.Helper()
-	var took time.Duration
-	for range 3 {
-		if took = run(); took < longest+(sum-longest)/2 {
-			t.Logf("%v; the longest of what goes on at once is %v, the sum %v", took, longest, sum)
-			return
-		}
-	}
-	t.Errorf("%v; the longest of what goes on at once is %v, the sum %v", took, longest, sum)
-}
-
-// Device and wire take equally long for a piece; the socket holds less than one.
-// One answer takes little longer than either.
+// While the wire takes nothing the device copies on, as far ahead as there are
+// buffers; and while the device copies nothing the wire takes what it has copied.
 func TestGatherOverlapsTheWire(t *testing.T) {
-	const (
-		size  = 4 << 20
-		piece = size / stagedBytes
-		each  = 10 * time.Millisecond
-	)
+	const size = 4 << 20
 	for name, bytesOf := range map[string]int64{"4 MiB": size, "1 MiB": 1 << 20} {
 		t.Run(name, func(t *testing.T) {
-			d := newDevice(t, transfertest.DeviceOptions{Delay: each})
+			d := newDevice(t, transfertest.DeviceOptions{})
+			defer d.Release()
 			owner, content := newDeviceNode(t, ownerLife, size, d)
 			owner.listen(t, Options{})
 			seal := owner.hold(1, 1)
 			c := greeted(t, owner)
+			// The sockets hold less than a piece.
 			if err := errors.Join(c.(interface{ SetReadBuffer(int) error }).SetReadBuffer(32<<10), shrink(owner.t)); err != nil {
 				t.Fatal(err)
 			}
-			pieces := time.Duration(bytesOf / stagedBytes)
-			got := make([]byte, headerBytes+bytesOf+headerBytes)
-			number := uint64(0)
-			modelled(t, (pieces+1)*each, 2*pieces*each, func() time.Duration {
-				before := d.Counts()
-				started := time.Now()
-				number++
-				ask(t, c, number, seal, transfer.Copy{Bytes: bytesOf})
-				for at := 0; at < len(got); { // a reader that takes a buffer each time
-					if n := len(got) - at; n > 2*headerBytes {
-						time.Sleep(each) // the wire
-					}
-					n, err := io.ReadFull(c, got[at:min(len(got), at+stagedBytes)])
-					if err != nil {
-						t.Fatal(err)
-					}
-					at += n
-				}
-				took := time.Since(started)
-				if !bytes.Equal(got[headerBytes:headerBytes+bytesOf], content[:bytesOf]) {
-					t.Error("other bytes")
-				}
-				if n := d.Counts().Calls[transfertest.ToHost] - before.Calls[transfertest.ToHost]; n != int(pieces) {
-					t.Errorf("the device got %d calls, want one a buffer, %d", n, pieces)
-				}
-				return took
+			ask(t, c, 1, seal, transfer.Copy{Bytes: bytesOf})
+			eventually(t, "the device does not copy on while the wire takes nothing", func() bool {
+				n := d.Counts()
+				return n.Calls[transfertest.ToHost] == stagedAhead && n.Live == 0
 			})
+			d.Hold(transfertest.ToHost)
+			got := make([]byte, headerBytes+bytesOf+headerBytes)
+			for at, piece := 0, 1; at < len(got); piece++ {
+				if piece > stagedAhead {
+					d.Let(transfertest.ToHost, 1)
+				}
+				end := headerBytes + piece*stagedBytes
+				if end+headerBytes == len(got) {
+					end = len(got)
+				}
+				if _, err := io.ReadFull(c, got[at:end]); err != nil {
+					t.Fatalf("piece %d, while the device does not copy the next: %v", piece, err)
+				}
+				at = end
+			}
+			if !bytes.Equal(got[headerBytes:headerBytes+bytesOf], content[:bytesOf]) {
+				t.Error("other bytes")
+			}
+			if n, want := d.Counts().Calls[transfertest.ToHost], int(bytesOf/stagedBytes); n != want {
+				t.Errorf("the device got %d calls, want one a buffer, %d", n, want)
+			}
 		})
 	}
 }
@@ -122,29 +103,52 @@ func shrink(t *Transport) error {
 	return err
 }
 
-// The same of a read: three stages, the owner's device, the reader's, and the
-// wire between them, of which the first two take equally long.
+// The same of a read: while the reader's device copies nothing the wire brings
+// more, and while the owner's copies nothing the reader's copies what has come.
 func TestScatterOverlapsTheWire(t *testing.T) {
-	const size, each = 4 << 20, 10 * time.Millisecond
-	d, e := newDevice(t, transfertest.DeviceOptions{Delay: each}), newDevice(t, transfertest.DeviceOptions{Delay: each})
+	const size = 4 << 20
+	d, e := newDevice(t, transfertest.DeviceOptions{}), newDevice(t, transfertest.DeviceOptions{})
+	defer d.Release()
+	defer e.Release()
 	owner, content := newDeviceNode(t, ownerLife, size, d)
 	reader, _ := newDeviceNode(t, readerLife, size, e)
 	owner.listen(t, Options{})
 	reader.listen(t, Options{Lanes: 1})
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
-	const pieces = size / stagedBytes
-	modelled(t, (pieces+1)*each, 2*pieces*each, func() time.Duration {
-		started := time.Now()
-		if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: size}}); err != nil {
-			t.Fatal(err)
-		}
-		return time.Since(started)
+	read := func() <-chan error {
+		done := make(chan error, 1)
+		go func() { done <- link.Read(short(t), seals, []transfer.Copy{{Bytes: size}}) }()
+		return done
+	}
+	e.Hold(transfertest.FromHost)
+	done := read()
+	eventually(t, "nothing more comes while the reader's device does not copy", func() bool {
+		n := e.Counts()
+		return n.Calls[transfertest.FromHost] == stagedAhead && n.Live == stagedAhead
 	})
+	e.Release()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
 	got := make([]byte, size)
 	transfertest.Peek(reader.local.Arenas[0], 0, got)
 	if !bytes.Equal(got, content) {
 		t.Error("other bytes")
+	}
+
+	before := e.Counts().Calls[transfertest.FromHost]
+	d.Hold(transfertest.ToHost)
+	done = read()
+	for piece := range size / stagedBytes {
+		d.Let(transfertest.ToHost, 1)
+		eventually(t, "the reader's device does not copy what has come while the owner's does not copy the next", func() bool {
+			n := e.Counts()
+			return n.Calls[transfertest.FromHost]-before == piece+1 && n.Live == 0
+		})
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
 	}
 }
 
@@ -197,11 +201,7 @@ func testStagedCalls(t *testing.T, o, r Options) {
 // idle wants every buffer back in its pool.
 func idle(t testing.TB, of *Transport) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); of.staging.out.Lent()+of.staging.in.Lent() > 0; time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%d and %d buffers are in use", of.staging.out.Lent(), of.staging.in.Lent())
-		}
-	}
+	eventually(t, "buffers are in use", func() bool { return of.staging.out.Lent()+of.staging.in.Lent() == 0 })
 }
 
 // Host memory needs no pool; memory that cannot be pinned is no failure, and is
@@ -214,7 +214,7 @@ func TestStagingPool(t *testing.T) {
 	for _, tt := range []struct {
 		staging, want int64
 		refuse        error
-	}{{0, DefaultStaging, nil}, {8 << 20, 8 << 20, nil}, {1, 1 << 20, nil}, {0, DefaultStaging, errors.New("memory lock limit")}} {
+	}{{0, transfer.DefaultStaging, nil}, {8 << 20, 8 << 20, nil}, {1, 1 << 20, nil}, {0, transfer.DefaultStaging, errors.New("memory lock limit")}} {
 		d := newDevice(t, transfertest.DeviceOptions{Pin: tt.refuse})
 		n, _ := newDeviceNode(t, ownerLife, 4096, d)
 		tr := n.listen(t, Options{Staging: tt.staging})
@@ -251,11 +251,10 @@ func testOwnersDeviceFails(t *testing.T, o, r Options) {
 		done := make(chan error, 1)
 		go func() { done <- link.Read(short(t), seals, []transfer.Copy{{Bytes: size}}) }()
 		d.Let(transfertest.ToHost, passed)
-		for end := time.Now().Add(10 * time.Second); d.Counts().Calls[transfertest.ToHost]-d.Counts().Live < passed || d.Counts().Live == 0; time.Sleep(time.Millisecond) {
-			if time.Now().After(end) {
-				t.Fatalf("%d copies have not passed: %+v", passed, d.Counts())
-			}
-		}
+		eventually(t, "copies have not passed", func() bool {
+			n := d.Counts()
+			return n.Calls[transfertest.ToHost]-n.Live >= passed && n.Live > 0
+		})
 		d.Fail(errors.New("an illegal address"))
 		d.Release(transfertest.ToHost)
 		err := <-done
@@ -295,11 +294,7 @@ func TestStagedVerdict(t *testing.T) {
 		d.Hold(transfertest.ToHost)
 		d.Let(transfertest.ToHost, tt.pieces-1)
 		ask(t, c, 1, seal, transfer.Copy{Bytes: tt.bytes})
-		for end := time.Now().Add(10 * time.Second); d.Counts().Calls[transfertest.ToHost] < tt.pieces; time.Sleep(time.Millisecond) {
-			if time.Now().After(end) {
-				t.Fatalf("%d bytes: %+v", tt.bytes, d.Counts())
-			}
-		}
+		eventually(t, "the device is not asked for all", func() bool { return d.Counts().Calls[transfertest.ToHost] >= tt.pieces })
 		owner.local.Seals.Store(1, 0)
 		d.Release(transfertest.ToHost)
 		if tt.pieces > 1 {
@@ -330,6 +325,30 @@ func TestReaderThatTakesNothingGivesBuffersBack(t *testing.T) {
 		t.Error(err)
 	}
 	idle(t, owner.t)
+}
+
+// Readers that take nothing, as those of a process that is stopped, hold some of the
+// buffers, and not those that others need.
+func TestReadersThatTakeNothingLeaveBuffersToOthers(t *testing.T) {
+	const size, stopped = 16 << 20, 8
+	d := newDevice(t, transfertest.DeviceOptions{})
+	owner, _ := newDeviceNode(t, ownerLife, size, d)
+	owner.listen(t, Options{Staging: 2 * stopped * stagedAhead * stagedBytes, Limits: transfer.Limits{Stall: patience}})
+	seal, pool := owner.hold(1, 1), owner.t.staging.out
+	for i := range uint64(stopped) {
+		before := pool.Lent()
+		ask(t, greeted(t, owner), i+1, seal, transfer.Copy{Bytes: size})
+		eventually(t, "a reader holds no buffer", func() bool { return pool.Lent() > before })
+	}
+	eventually(t, "the readers hold less than half of the buffers", func() bool { return 2*pool.Lent() >= stopped*stagedAhead })
+	reader := newNode(t, readerLife, size)
+	reader.listen(t, Options{Bind: netip.MustParseAddrPort("127.0.0.1:0"), Limits: transfer.Limits{Stall: patience / 4}})
+	link := open(t, reader, owner.peer())
+	for range 3 {
+		if err := link.Read(short(t), []transfer.Seal{seal}, []transfer.Copy{{Bytes: size}}); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 func TestSoakStaged(t *testing.T) {

@@ -119,7 +119,7 @@ type Options struct {
 	Lanes       int           // connections of those that share one large read, if they are free; default [DefaultLanes]
 	Idle        time.Duration // how long an accepted connection may wait for a request; default 10 min
 
-	Staging int64 // bytes of pinned host memory, half for serving and half for reading, where arenas are device memory; default [DefaultStaging], at least 1 MiB
+	Staging int64 // bytes of pinned host memory, half for serving and half for reading, where arenas are device memory; default [transfer.DefaultStaging], at least 1 MiB
 
 	Identity *identity.Identity // with it the data port speaks TLS and nothing else, here and at every peer; default: no TLS
 
@@ -142,7 +142,7 @@ func (o Options) withDefaults() Options {
 		o.LinkConns = max(4, 2*o.Lanes)
 	}
 	if o.Staging <= 0 {
-		o.Staging = DefaultStaging
+		o.Staging = transfer.DefaultStaging
 	}
 	if o.Idle <= 0 {
 		o.Idle = 10 * time.Minute

@@ -310,7 +310,7 @@ func testSealChanged(t testing.TB, f Factory) {
 // testReuse is the promise itself: the owner ends the seal, then reuses the
 // pages, at any moment of a read; a read that says it is right is right.
 func testReuse(t testing.TB, f Factory) {
-	const size, rounds = mib, 60
+	const size, rounds = mib, 40
 	seed := rand.Uint64()
 	rng := rand.New(rand.NewPCG(seed, 4))
 	p := newPair(t, f, 1, size)
@@ -463,14 +463,14 @@ func testEnded(t testing.TB, f Factory) {
 // testCancel cancels reads and uses the destination for something else as soon
 // as Read has returned, as the page allocator does.
 func testCancel(t testing.TB, f Factory) {
-	const size, rounds = 2 * mib, 200
+	const size, rounds, least = 2 * mib, 100, 20
 	seed := rand.Uint64()
 	rng := rand.New(rand.NewPCG(seed, 6))
 	p := newPair(t, f, 1, size)
 	owners := [2][]byte{p.reader.stretch(0, 0, size/2), p.reader.stretch(0, size/2, size/2)} // what the new owner of each half wrote
 	took := time.Millisecond
 	cancelled := 0
-	for round := 0; round < rounds || cancelled < rounds/10 && round < 10*rounds; round++ {
+	for round := 0; round < rounds || cancelled < least && round < 20*rounds; round++ {
 		half := int64(round % 2)
 		copies := scattered(rng, 0, size/2, 30, 30*kib)
 		for i := range copies {
@@ -567,7 +567,7 @@ func testCloseOwner(t testing.TB, f Factory) {
 	failed := p.reading(t, p.link, size, reads)
 	shut(t, p.owner.transport.Close)
 	p.owner.clear() // nobody reads it any more
-	limit := testLimits().Stall + 2*time.Second
+	limit := testLimits().Stall + patience/4
 	started := time.Now()
 	for range reads {
 		err := wait(t, "Read of a peer that is gone", failed)

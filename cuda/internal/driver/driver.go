@@ -23,20 +23,26 @@ func (e *Error) Error() string { return fmt.Sprintf("%s: %s (%d): %s", e.Call, e
 
 // Results that are told apart.
 const (
-	InvalidValue      = 1
-	OutOfMemory       = 2
-	NotFound          = 500
-	NotReady          = 600
-	PeerAlready       = 704
-	AlreadyRegistered = 712
-	NotSupported      = 801
+	OutOfMemory  = 2
+	NotFound     = 500
+	NotReady     = 600
+	PeerAlready  = 704
+	NotSupported = 801
 )
 
 // Sticky says whether the context is broken for good: every later call on it
-// gets the same answer, and only a new process a new context.
+// gets the same answer, and only a new process a new context. These are the
+// results of which NVIDIA's header says so, or that memory has errors; a context
+// that somebody has destroyed; and what the driver has no word for.
+// scripts/cuda-headers.sh compares.
 func (e *Error) Sticky() bool {
-	switch c := e.Code; {
-	case c == 214, c == 700, c == 702, c == 709, c >= 714 && c <= 719, c == 999:
+	switch e.Code {
+	case 214, 220, // uncorrectable errors of memory, and of a link between devices
+		226, // an exception that the device has contained
+		700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721,
+		810, // the server of MPS has ended this client
+		911, // a device outside of CUDA
+		999:
 		return true
 	}
 	return false

@@ -13,6 +13,7 @@ typedef struct {
 	size_t *end;           // of each batch, in copies
 	CUresult *result;      // of each batch
 	size_t batches, calls;
+	size_t whole;          // how many batches, the first ones, went by one call each
 	int form;
 } copy_list;
 
@@ -48,7 +49,7 @@ static CUresult batch(copy_list *l, size_t first, size_t end, int direction, CUs
 // all is not asked again.
 static void submit(copy_list *l, int direction, CUstream s) {
 	size_t first = 0;
-	l->calls = 0;
+	l->calls = l->whole = 0;
 	for (size_t b = 0; b < l->batches; b++) {
 		size_t end = l->end[b];
 		CUresult r = CUDA_ERROR_NOT_SUPPORTED;
@@ -57,7 +58,9 @@ static void submit(copy_list *l, int direction, CUstream s) {
 			if (r == CUDA_ERROR_NOT_SUPPORTED)
 				l->form = 0;
 		}
-		if (!l->form)
+		if (l->form)
+			l->whole = b + 1;
+		else
 			r = one_by_one(l, first, end, direction, s);
 		l->result[b] = r;
 		first = end;
@@ -118,6 +121,7 @@ type List struct {
 	end             []uint64
 	result          []uint32
 	copies, batches int
+	direction       int // of Submit
 }
 
 // NewList makes an empty one.
@@ -165,6 +169,7 @@ func (l *List) End() int {
 // many calls of the driver that took, and the form to go on with. Result says
 // what became of each, until Reset.
 func (l *List) Submit(direction int, form Form, s Stream) (calls int, next Form) {
+	l.direction = direction
 	l.c.batches, l.c.form = C.size_t(l.batches), C.int(form)
 	C.submit(l.c, C.int(direction), C.CUstream(unsafe.Pointer(s.s.C())))
 	return int(l.c.calls), Form(l.c.form)
@@ -172,7 +177,11 @@ func (l *List) Submit(direction int, form Form, s Stream) (calls int, next Form)
 
 // Result is the error of a batch: part of it may have been started.
 func (l *List) Result(batch int) error {
-	return check("cuMemcpyBatchAsync", C.CUresult(l.result[batch]))
+	call := "cuMemcpyBatchAsync"
+	if batch >= int(l.c.whole) {
+		call = [...]string{"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyAsync"}[l.direction]
+	}
+	return check(call, C.CUresult(l.result[batch]))
 }
 
 // Reset empties it.

@@ -71,6 +71,9 @@ func ByFiles(p Addr) (bool, error) {
 	return v&C.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR != 0, err
 }
 
+// BufferID is the number of an allocation, which the driver gives once a process.
+func BufferID(p Addr) (uint64, error) { return pointerAttribute(p, C.CU_POINTER_ATTRIBUTE_BUFFER_ID) }
+
 // Ordinal is the device that the memory is on.
 func Ordinal(p Addr) (Device, error) {
 	v, err := pointerAttribute(p, C.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)

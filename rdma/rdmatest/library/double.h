@@ -11,6 +11,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+// Calls that verbs.h keeps for old programs are served too.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
 #define NEVER INT64_MAX
 
 #define get(p) __atomic_load_n(&(p), __ATOMIC_ACQUIRE)
