@@ -36,7 +36,7 @@ type purse struct {
 // order in which they were given, wherever else they would get free ones: for new
 // tokens, forks onto them, and what is retrieved. What they do not use, and what a
 // step or a read has taken that came to nothing, stays given: it goes back with
-// Remove, and with Reset that frees.
+// Remove, and with Reset that frees. A grant without pages gives nothing.
 //
 // It refuses, and gives none then: a manager whose pages the engine does not choose
 // and bad labels (ErrInvalid), unknown requests (ErrUnknownRequest), more labels of a
@@ -50,7 +50,7 @@ func (m *Manager) Give(grants ...Grant) error {
 	}
 	for i := range grants {
 		if err := m.give(&grants[i]); err != nil {
-			for _, g := range grants[:i] {
+			for _, g := range slices.Backward(grants[:i]) {
 				m.takeBack(&g)
 			}
 			return fmt.Errorf("give pages to %q: %w", grants[i].Request, err)
@@ -66,6 +66,9 @@ func (m *Manager) give(g *Grant) error {
 	}
 	if err := g.Label.Validate(); err != nil {
 		return fmt.Errorf("%w: %w", ErrInvalid, err)
+	}
+	if len(g.Pages) == 0 {
+		return nil
 	}
 	if req.purse(g.Label) == nil && len(req.purses) >= m.limits.labels {
 		return &FullError{"labels a request", m.limits.labels}
@@ -85,10 +88,14 @@ func (m *Manager) give(g *Grant) error {
 	return nil
 }
 
-// takeBack undoes what give has just done.
+// takeBack undoes what give has just done, the last of the grants first: their
+// pages are at the end of their purses.
 func (m *Manager) takeBack(g *Grant) {
 	req := m.requests[g.Request]
 	p := req.purse(g.Label)
+	if p == nil { // the grant was empty, and has opened none
+		return
+	}
 	for _, x := range g.Pages {
 		m.arena.move(x, engine)
 	}

@@ -20,6 +20,25 @@ func grant(r id.Request, l id.Label, pages ...page.Index) Grant {
 	return Grant{Request: r, Label: l, Pages: pages}
 }
 
+// receiver is a stream of a request.
+type receiver struct {
+	request id.Request
+	label   id.Label
+}
+
+// given is what the streams were given and have not used.
+func (b bed) given() map[receiver][]page.Index {
+	all := make(map[receiver][]page.Index)
+	for r, req := range b.requests {
+		for _, p := range req.purses {
+			if len(p.pages) > 0 {
+				all[receiver{r, p.label}] = slices.Clone(p.pages)
+			}
+		}
+	}
+	return all
+}
+
 // returns expects the pages that have come back since the last look, in any order.
 func (b bed) returns(want ...page.Index) {
 	b.t.Helper()
@@ -73,6 +92,9 @@ func TestGiveRefuses(t *testing.T) {
 		"not told yet":       {[]Grant{grant("r", "main", 3, 7)}, ErrPage, 7},
 		"unknown request":    {[]Grant{grant("r", "main", 3), grant("x", "main", 4)}, ErrUnknownRequest, 0},
 		"bad label":          {[]Grant{grant("r", "main", 3), grant("r", "", 4)}, ErrInvalid, 0},
+		"empty ones before":  {[]Grant{grant("r", "cfg", 5), grant("r", "cfg"), grant("r", "cfg", 6), grant("r", "cfg"), grant("r", "main", 99)}, ErrPage, 99},
+		"empty and unknown":  {[]Grant{grant("r", "main", 3), grant("x", "main")}, ErrUnknownRequest, 0},
+		"empty, bad label":   {[]Grant{grant("r", "main", 3), grant("r", "")}, ErrInvalid, 0},
 		"more labels than 2": {[]Grant{grant("r", "main", 3), grant("r", "a", 4), grant("r", "b", 5)}, ErrFull, 0},
 	} {
 		err := b.Give(c.grants...)
@@ -83,7 +105,9 @@ func TestGiveRefuses(t *testing.T) {
 			t.Errorf("%s: %v, want page %d", name, err, c.page)
 		}
 		b.same(name, b.Counts(), before)
+		b.same(name, b.given(), map[receiver][]page.Index{{"r", "main"}: {1, 2}})
 	}
+	b.ok(b.Give(grant("r", "a"), grant("r", "b"), grant("r", "c"))) // none of them has a label for it
 	b.returns(7)
 	b.ok(b.Give(grant("r", "main", 7, 3)))
 	b.grow("r", "main", 32)
@@ -267,28 +291,71 @@ func (w *choice) label() id.Label {
 	return rapid.SampledFrom([]id.Label{"main", "cfg"}).Draw(w.t, "label")
 }
 
+// give gives what it has, in some grants, of which some are empty, or of the same
+// stream. Some of them are wrong somewhere: that gives nothing.
 func (w *choice) give(t *rapid.T) {
-	if len(w.hand) == 0 {
-		return
+	hand := w.hand
+	if len(hand) > 0 {
+		hand = rapid.Permutation(hand).Draw(t, "hand")
 	}
-	n := rapid.IntRange(1, min(6, len(w.hand))).Draw(t, "pages")
-	pages := rapid.Permutation(w.hand).Draw(t, "hand")
-	g := grant(w.request(), w.label(), slices.Clone(pages[:n])...)
-	if rapid.IntRange(0, 7).Draw(t, "wrong") == 0 {
-		bad := rapid.Uint32Range(0, 30).Draw(t, "bad")
-		if p := page.Index(bad); !slices.Contains(w.hand, p) || slices.Contains(g.Pages, p) {
-			g.Pages = append(g.Pages, p)
-			if err := w.Give(g); !errors.Is(err, ErrPage) && !errors.Is(err, ErrUnknownRequest) {
-				t.Fatalf("page %d, which it does not have, is given: %v", p, err)
+	grants := make([]Grant, rapid.IntRange(1, 4).Draw(t, "grants"))
+	rest := hand
+	for i := range grants {
+		n := rapid.IntRange(0, min(4, len(rest))).Draw(t, "pages")
+		grants[i] = grant(w.request(), w.label(), slices.Clone(rest[:n])...)
+		rest = rest[n:]
+	}
+	g := &grants[rapid.IntRange(0, len(grants)-1).Draw(t, "at")]
+	switch rapid.IntRange(0, 11).Draw(t, "wrong") {
+	case 0: // what it does not have
+		p := page.Index(rapid.Uint32Range(0, 30).Draw(t, "page"))
+		if slices.Contains(w.hand, p) {
+			p = page.Sink
+		}
+		g.Pages = slices.Insert(g.Pages, rapid.IntRange(0, len(g.Pages)).Draw(t, "where"), p)
+	case 1: // what it has given already
+		all := slices.Concat(hand[:len(hand)-len(rest)], []page.Index{page.Sink})
+		g.Pages = append(g.Pages, all[rapid.IntRange(0, len(all)-1).Draw(t, "again")])
+	case 2:
+		g.Request = "nobody"
+	case 3:
+		g.Label = ""
+	}
+	before, bad := w.given(), w.wrong(grants)
+	switch err := w.Give(grants...); {
+	case bad == nil && err == nil:
+		w.hand = slices.Clone(rest)
+		for _, g := range grants {
+			if len(g.Pages) > 0 {
+				s := receiver{g.Request, g.Label}
+				before[s] = append(before[s], g.Pages...)
 			}
-			return
+		}
+	case bad == nil || !errors.Is(err, bad):
+		t.Fatalf("give %v: %v, want %v", grants, err, bad)
+	}
+	w.same("given", w.given(), before)
+}
+
+// wrong is what the first bad grant is refused for, nil if there is none.
+func (w *choice) wrong(grants []Grant) error {
+	have := slices.Clone(w.hand)
+	for _, g := range grants {
+		switch {
+		case w.requests[g.Request] == nil:
+			return ErrUnknownRequest
+		case g.Label == "":
+			return ErrInvalid
+		}
+		for _, p := range g.Pages {
+			i := slices.Index(have, p)
+			if i < 0 {
+				return ErrPage
+			}
+			have = slices.Delete(have, i, i+1)
 		}
 	}
-	if err := w.Give(g); err == nil {
-		w.hand = slices.Clone(pages[n:])
-	} else if !errors.Is(err, ErrUnknownRequest) {
-		t.Fatalf("give %v: %v", g, err)
-	}
+	return nil
 }
 
 func (w *choice) admit(t *rapid.T, do func(Step) (Token, error)) {

@@ -40,8 +40,13 @@ type Adoption struct {
 // returns when that one serves: now sessions can be opened.
 //
 // Arenas are [*memory.Region] or [*cuda.Arena] of the engine's own making, and
-// have the bytes of the node's arena; else the error wraps ErrRefused. They must
-// stay as they are until Ended is closed.
+// have the bytes of the node's arena, and none that another rank has; else the error
+// wraps ErrRefused. They must stay as they are until Ended is closed. With an error
+// nobody has been given a page of the memory: a node that was about to take it lets
+// go by itself, and until then it may change words of the table.
+//
+// Memory is lent to the next life only when Ended of the former adoption is closed:
+// before that its Clear would end the new life's words.
 func Adopt(ctx context.Context, socket string, arenas map[id.Rank]memory.Arena, seals *memory.SealTable) (*Adoption, error) {
 	for {
 		a, err := lend(ctx, socket+kvferrypb.ArenaSuffix, arenas, seals)
@@ -76,6 +81,10 @@ func newOffer(arenas map[id.Rank]memory.Arena, seals *memory.SealTable) (*offer,
 		case *memory.Region:
 			o.files = append(o.files, a.File())
 		case *cuda.Arena:
+			if other, ok := sharing(arenas, r, a); ok {
+				o.close()
+				return nil, fmt.Errorf("%w: ranks %d and %d lie in the same memory of a device", ErrRefused, other, r)
+			}
 			handle, files, err := a.Export()
 			if err != nil {
 				o.close()
@@ -94,6 +103,18 @@ func newOffer(arenas map[id.Rank]memory.Arena, seals *memory.SealTable) (*offer,
 	}
 	o.files = append(o.files, seals.Region().File())
 	return o, nil
+}
+
+// sharing finds a rank before r whose memory is a's, in part. Only who has their
+// addresses can tell that of memory with files; no two devices share any.
+func sharing(arenas map[id.Rank]memory.Arena, r id.Rank, a *cuda.Arena) (other id.Rank, found bool) {
+	for other, b := range arenas {
+		b, ok := b.(*cuda.Arena)
+		if ok && other < r && b.Address() < a.Address()+memory.DeviceAddr(a.Size()) && a.Address() < b.Address()+memory.DeviceAddr(b.Size()) {
+			return other, true
+		}
+	}
+	return 0, false
 }
 
 func (o *offer) close() {

@@ -2,10 +2,8 @@ package client
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"time"
@@ -23,11 +21,8 @@ var ErrDeviceMemory = errors.New("the arena is in device memory")
 // hostMemory is what OpenArena says of an arena that can be mapped.
 const hostMemory = "host"
 
-const (
-	handedHandle = 2 // first byte of what the socket says of device memory
-	maxHandle    = 1 << 17
-	handoverTime = 10 * time.Second // without a deadline of the caller's
-)
+// handoverTime is how long it takes at most, without a deadline of the caller's.
+const handoverTime = 10 * time.Second
 
 // Arena maps the arena of a local rank, writable. The caller closes it; it stays
 // valid after the session. It wraps [ErrDeviceMemory] if there is nothing to map.
@@ -87,28 +82,30 @@ func (s *Session) open(ctx context.Context, res *kvferrypb.OpenArenaResponse, ru
 	if !onHost {
 		return importArena(unix, int64(res.GetBytes()), runtime)
 	}
-	var payload [1]byte
-	_, f, err := memory.ReceiveFile(unix, payload[:])
+	f, err := receiveHanded(unix, kvferrypb.HandedFile)
 	if err != nil {
 		return nil, err
 	}
 	return memory.Map(f, int64(res.GetBytes()), true)
 }
 
-// importArena reads what the node says of device memory, and imports it: a byte,
-// the length of a handle (4, little endian), the handle, and then each of its
-// files with a byte of its own.
+// receiveHanded receives one file, and the byte that is with it.
+func receiveHanded(c *net.UnixConn, want byte) (*os.File, error) {
+	var kind [1]byte
+	_, f, err := memory.ReceiveFile(c, kind[:])
+	if err != nil {
+		return nil, err
+	}
+	if err := kvferrypb.CheckHanded(kind[0], want); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// importArena imports what the node says of device memory.
 func importArena(c *net.UnixConn, bytes int64, runtime *cuda.Runtime) (memory.Arena, error) {
-	var head [5]byte
-	if _, err := io.ReadFull(c, head[:]); err != nil {
-		return nil, fmt.Errorf("receive handle: %w", err)
-	}
-	length := binary.LittleEndian.Uint32(head[1:])
-	if head[0] != handedHandle || length > maxHandle {
-		return nil, fmt.Errorf("receive handle: %d bytes of kind %d are none", length, head[0])
-	}
-	text := make([]byte, length)
-	if _, err := io.ReadFull(c, text); err != nil {
+	text, err := kvferrypb.ReadHandle(c)
+	if err != nil {
 		return nil, fmt.Errorf("receive handle: %w", err)
 	}
 	handle, err := cuda.ParseHandle(text)
@@ -117,8 +114,7 @@ func importArena(c *net.UnixConn, bytes int64, runtime *cuda.Runtime) (memory.Ar
 	}
 	var files []*os.File
 	for range handle.Chunks {
-		var payload [1]byte
-		_, f, err := memory.ReceiveFile(c, payload[:])
+		f, err := receiveHanded(c, kvferrypb.HandedHandle)
 		if err != nil {
 			for _, f := range files {
 				err = errors.Join(err, f.Close())

@@ -90,8 +90,7 @@ func (c *Client) Open(ctx context.Context, o OpenOptions) (*Session, error) {
 		}
 	}
 	if err != nil {
-		s.stop()
-		s.work.Wait()
+		_ = s.Close() // at the node, too, which may let no other in beside it
 		return nil, err
 	}
 	return s, nil

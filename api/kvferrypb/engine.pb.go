@@ -80,7 +80,12 @@ const (
 	Event_RETRIEVED        Event_Kind = 3 // a retrieval ended well
 	Event_FAILED           Event_Kind = 4 // a retrieval ended badly: failure says how
 	Event_PEER             Event_Kind = 5 // a member came or went: outcome "up" or "down"
-	Event_PAGES            Event_Kind = 6 // pages are the engine's again, which chooses them
+	// Pages are the engine's again, which chooses them: each once, perhaps before
+	// the answer to the call that let them go. Remove, Reset, and the end of a session
+	// end a request by the engine's promise that no step of its own still runs on
+	// its pages: what is told may be used at once. Whoever misses a sequence opens
+	// a new session, whose answer says which pages are its own.
+	Event_PAGES Event_Kind = 6
 )
 
 // Enum value maps for Event_Kind.
@@ -1002,10 +1007,7 @@ func (x *RemoveRequest) GetDiscard() bool {
 }
 
 type RemoveResponse struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where the engine chooses pages: those that are its own again. What else the
-	// request had comes by PAGES events, each page once.
-	Pages         []uint32 `protobuf:"varint,1,rep,packed,name=pages,proto3" json:"pages,omitempty"`
+	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1038,13 +1040,6 @@ func (x *RemoveResponse) ProtoReflect() protoreflect.Message {
 // Deprecated: Use RemoveResponse.ProtoReflect.Descriptor instead.
 func (*RemoveResponse) Descriptor() ([]byte, []int) {
 	return file_engine_proto_rawDescGZIP(), []int{13}
-}
-
-func (x *RemoveResponse) GetPages() []uint32 {
-	if x != nil {
-		return x.Pages
-	}
-	return nil
 }
 
 // Grant gives pages of the engine's to a stream, which uses them in this order
@@ -4439,9 +4434,8 @@ const file_engine_proto_rawDesc = "" +
 	"\rResetResponse\"C\n" +
 	"\rRemoveRequest\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x18\n" +
-	"\adiscard\x18\x02 \x01(\bR\adiscard\"&\n" +
-	"\x0eRemoveResponse\x12\x14\n" +
-	"\x05pages\x18\x01 \x03(\rR\x05pages\"M\n" +
+	"\adiscard\x18\x02 \x01(\bR\adiscard\"\x10\n" +
+	"\x0eRemoveResponse\"M\n" +
 	"\x05Grant\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x14\n" +
 	"\x05label\x18\x02 \x01(\tR\x05label\x12\x14\n" +

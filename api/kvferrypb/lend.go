@@ -48,11 +48,17 @@ func ReadFrame(r io.Reader, m proto.Message) error {
 		return fmt.Errorf("message of %d bytes, at most %d", n, MaxLend)
 	}
 	b := make([]byte, n)
-	if _, err := io.ReadFull(r, b); err != nil {
-		if err == io.EOF {
-			err = io.ErrUnexpectedEOF
-		}
+	if err := readFull(r, b); err != nil {
 		return err
 	}
 	return proto.Unmarshal(b, m)
+}
+
+// readFull reads what must follow.
+func readFull(r io.Reader, b []byte) error {
+	_, err := io.ReadFull(r, b)
+	if err == io.EOF && len(b) > 0 {
+		err = io.ErrUnexpectedEOF
+	}
+	return err
 }

@@ -54,6 +54,9 @@ func serve(cmd *cobra.Command, conf *config.Config, logger *slog.Logger) error {
 	if errors.Is(err, fs.ErrPermission) && conf.Node.Socket == config.DefaultSocket(conf.Node.Name) && os.Getenv("XDG_RUNTIME_DIR") == "" {
 		return fmt.Errorf("%w (the engine socket lies in /run/kvferry by default: set XDG_RUNTIME_DIR or node.socket to where this user may write)", err)
 	}
+	if errors.Is(err, node.ErrUnadopted) && ctx.Err() != nil {
+		return nil //nolint:nilerr // it was told to end while it waited
+	}
 	if err != nil {
 		return err
 	}

@@ -130,7 +130,10 @@ type Transfer struct {
 	// when it publishes, if it is set there, too; none does not.
 	Verify string `yaml:"verify"`
 	// Staging is the host memory through which bytes of device memory go where
-	// nothing moves them from device to device, for all transports together.
+	// nothing moves them from device to device, for the node and all transports
+	// together. Only where an arena is device memory is it allocated. A node gives
+	// each transport its share: what transports take where nobody says a size is for
+	// those who open one without a node.
 	Staging Size   `yaml:"staging"`
 	RDMA    RDMA   `yaml:"rdma"`
 	Limits  Limits `yaml:"limits"`
@@ -231,7 +234,7 @@ func Default() *Config {
 		Transfer: Transfer{
 			Verify:     "none",
 			Transports: Transports(),
-			Staging:    64 << 20,
+			Staging:    256 << 20,
 			RDMA:       RDMA{GIDIndex: -1, Timeout: 14, RetryCount: 6},
 			Limits: Limits{
 				InFlight: 64, Bytes: 256 << 20, Waiting: 4096, Slice: 32 << 20,

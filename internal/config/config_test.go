@@ -153,7 +153,7 @@ func TestGoodDocuments(t *testing.T) {
 			},
 		},
 		"host memory": {minimal, func(c *Config) bool {
-			return c.Arena.Memory == HostMemory && c.Arena.Devices() == nil && c.Arena.CUDALibrary == "" && c.Transfer.Staging == 64<<20
+			return c.Arena.Memory == HostMemory && c.Arena.Devices() == nil && c.Arena.CUDALibrary == "" && c.Transfer.Staging == 256<<20
 		}},
 		"memory of the engine": {strings.Replace(minimal, "pages: 64", "pages: 64, memory: engine", 1), func(c *Config) bool {
 			return c.Arena.Memory == EngineMemory && c.Arena.Devices() == nil && c.Arena.Allocate == NodeAllocates
@@ -399,7 +399,7 @@ func TestEveryKeyIsReachable(t *testing.T) {
 		"node.bind": "192.0.2.1", "node.advertise": "192.0.2.2", "telemetry.bind": "127.0.0.1", "arena.ranks": "0,1", "arena.world_size": "4",
 		"arena.heads": "2", "arena.kv_heads": "8", "arena.qo_heads": "32",
 		"arena.pages": "3GiB", "arena.host_pages": "7GiB", "arena.evict": "pages", "node.role": "decode", "arena.memory": "engine", "arena.allocate": "node", "arena.cuda_library": "/opt/libcuda.so.1", "arena.huge_pages": "never", "arena.dtype": "fp8_e4m3", "arena.layout": "HND",
-		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3", "transfer.rendezvous": "/x", "transfer.staging": "9MiB",
+		"transfer.transports": "tcp", "transfer.require": "tcp", "transfer.verify": "page", "transfer.lanes": "5", "transfer.workers": "3", "transfer.rendezvous": "/x", "transfer.staging": "16MiB",
 		"transfer.limits.rate": "1MB", "transfer.limits.bytes": "9MiB", "transfer.limits.slice": "2MiB", "cluster.join": "a:1", "cluster.preset": "fast", "security.peers": "a-*,b",
 		"transfer.rdma.devices": "mlx5_0:1,mlx5_0:2,mlx5_1", "transfer.rdma.gid_index": "3", "transfer.rdma.traffic_class": "106", "transfer.rdma.service_level": "3",
 		"transfer.rdma.mtu": "4096", "transfer.rdma.timeout": "16", "transfer.rdma.retry_count": "5", "transfer.rdma.reads": "8", "transfer.rdma.queue_pairs": "4",

@@ -31,7 +31,7 @@ const (
 	maxPath    = 4096 - 1 // of Linux
 	maxReads   = 4096     // at once
 	maxWaiting = 1 << 20
-	minStaging = 8 << 20
+	minStaging = 16 << 20 // of which each of four has what rdmaread needs at least
 	maxStaging = 1 << 40
 	minSlice   = 4 << 10
 	maxUnder   = 1 << 40 // bytes that are read at once
@@ -48,9 +48,9 @@ const (
 	maxPairs   = 64  // of a pair of ports
 )
 
-// maxSocket is the longest path of a unix socket, less the ".fd" of the socket
-// that hands out descriptors.
-const maxSocket = 107 - len(".fd")
+// maxSocketPath is the longest path of a unix socket. Beside the node's is one
+// that hands out descriptors, or one where an engine brings its memory, too.
+const maxSocketPath = 107
 
 // maxTimer bounds every duration.
 const maxTimer = 24 * time.Hour
@@ -157,8 +157,12 @@ func (v *validation) node() {
 	if n.Socket == "" {
 		n.Socket = DefaultSocket(n.Name)
 	}
-	if len(n.Socket) > maxSocket {
-		v.wrong("node.socket", "%q has %d bytes, and a unix socket's path may have %d here; want a shorter one", n.Socket, len(n.Socket), maxSocket)
+	longest := maxSocketPath - len(".fd")
+	if v.config.Arena.Memory == EngineMemory {
+		longest = maxSocketPath - len(".arena")
+	}
+	if len(n.Socket) > longest {
+		v.wrong("node.socket", "%q has %d bytes, and a unix socket's path may have %d here; want a shorter one", n.Socket, len(n.Socket), longest)
 	}
 }
 
@@ -230,7 +234,7 @@ func (v *validation) memory() {
 // What arena.memory may be besides the names of devices.
 const (
 	HostMemory   = "host"   // the agent's, shared with the engine
-	EngineMemory = "engine" // device memory that the engine has made and hands over
+	EngineMemory = "engine" // memory, of devices or of the host, that the engine has made and lends
 )
 
 // What arena.allocate may be.

@@ -202,7 +202,7 @@ func (c *Cluster) enoughMemory(o Options, secrets *secrets) error {
 		ranks := int64(len(conf.Arena.Ranks))
 		arena := conf.Geometry().Layout.Bytes()
 		if conf.Arena.Memory != config.HostMemory {
-			arena = 0 // of this machine's memory
+			arena = 0 // on a GPU, or an engine's, which has it by then
 		}
 		host, _ := conf.HostLayout() // without one it has no bytes
 		if arena > math.MaxInt64-host.Bytes() || arena+host.Bytes() > (math.MaxInt64-total)/ranks {

@@ -22,6 +22,13 @@ import (
 // that lent its arena has ended, or wants it back.
 var ErrUnlent = errors.New("the engine that lent the arena is gone, or has taken it back: this life has nothing to offer any more; start the agent again, it waits for the engine")
 
+// ErrUnadopted is wrapped where a start was called off before an engine has
+// brought its memory.
+var ErrUnadopted = errors.New("no engine has brought its memory")
+
+// errNothing: a connection ended before anything was said.
+var errNothing = errors.New("nothing was said")
+
 // errUnfit: an engine's memory is not what this node can use.
 var errUnfit = errors.New("memory does not fit")
 
@@ -67,7 +74,7 @@ func (n *Node) adoptArenas(ctx context.Context) error {
 			if err == nil {
 				_ = c.Close()
 			}
-			return fmt.Errorf("wait at %s for an engine to bring its memory: %w", path, context.Cause(ctx))
+			return fmt.Errorf("wait at %s: %w: %w", path, ErrUnadopted, context.Cause(ctx))
 		case err != nil: // out of descriptors, for example
 			sleep(ctx, 50*time.Millisecond)
 			continue
@@ -75,6 +82,10 @@ func (n *Node) adoptArenas(ctx context.Context) error {
 		if err = n.adopt(ctx, c); err == nil {
 			n.log.Info("an engine lends its memory", "ranks", n.config.Arena.Ranks, "bytes", n.geometry.Layout.Bytes())
 			return nil
+		}
+		if errors.Is(err, errNothing) { // who looks whether the socket is served
+			_ = c.Close()
+			continue
 		}
 		n.log.Warn("an engine's memory was not taken", "err", err)
 		_ = replyLend(c, &kvferrypb.Lent{Refused: err.Error()}) // it may be gone
@@ -93,7 +104,9 @@ func (n *Node) adopt(ctx context.Context, c *net.UnixConn) (err error) {
 		return err
 	}
 	var lend kvferrypb.Lend
-	if err := kvferrypb.ReadFrame(c, &lend); err != nil {
+	if err := kvferrypb.ReadFrame(c, &lend); errors.Is(err, io.EOF) {
+		return errNothing
+	} else if err != nil {
 		return fmt.Errorf("read what the engine lends: %w", err)
 	}
 	if err := n.fits(&lend); err != nil {
@@ -102,7 +115,7 @@ func (n *Node) adopt(ctx context.Context, c *net.UnixConn) (err error) {
 	a := &adoption{node: n, conn: c}
 	closers := []func() error{a.end}
 	arenas := make(map[id.Rank]memory.Arena)
-	var all []os.FileInfo // of host memory
+	var lent disjoint
 	defer func() {
 		if err == nil {
 			return
@@ -117,23 +130,18 @@ func (n *Node) adopt(ctx context.Context, c *net.UnixConn) (err error) {
 		if err != nil {
 			return fmt.Errorf("rank %d: %w", r, err)
 		}
-		arena, err := n.take(m, files)
+		arena, err := n.take(m, files, &lent)
 		if err != nil {
 			return fmt.Errorf("rank %d: %w", r, err)
 		}
 		arenas[r] = arena
 		closers = append(closers, arena.Close)
-		if host, ok := arena.(*memory.Region); ok {
-			if all, err = distinctFile(all, host.File()); err != nil {
-				return fmt.Errorf("rank %d: %w", r, err)
-			}
-		}
 	}
 	files, err := receiveFiles(c, 1)
 	if err != nil {
 		return fmt.Errorf("seal table: %w", err)
 	}
-	if _, err := distinctFile(all, files[0]); err != nil {
+	if err := lent.file(files[0]); err != nil {
 		return errors.Join(fmt.Errorf("seal table: %w", err), files[0].Close())
 	}
 	seals, err := memory.MapSealTable(files[0], true)
@@ -165,7 +173,7 @@ func (n *Node) fits(lend *kvferrypb.Lend) error {
 		return fmt.Errorf("%w: the engine speaks version %d of this exchange, the node %d: update the older one", errUnfit, v, kvferrypb.LendVersion)
 	}
 	seen := make(map[id.Rank]bool)
-	inDevices := 0
+	inDevices, files := 0, 0
 	for _, m := range lend.GetArenas() {
 		r := id.Rank(m.GetRank())
 		switch want := uint64(n.geometry.Layout.Bytes()); {
@@ -182,7 +190,11 @@ func (n *Node) fits(lend *kvferrypb.Lend) error {
 		seen[r] = true
 		if len(m.GetCuda()) > 0 {
 			inDevices++
+			files += int(m.GetFiles())
 		}
+	}
+	if err := roomForFiles(files); err != nil {
+		return fmt.Errorf("%w: %w", errUnfit, err)
 	}
 	switch {
 	case len(seen) != len(n.ranks):
@@ -194,9 +206,12 @@ func (n *Node) fits(lend *kvferrypb.Lend) error {
 }
 
 // take maps or imports one arena, and takes its files over, also with an error.
-func (n *Node) take(m *kvferrypb.Lend_Arena, files []*os.File) (memory.Arena, error) {
+func (n *Node) take(m *kvferrypb.Lend_Arena, files []*os.File, before *disjoint) (memory.Arena, error) {
 	bytes := int64(m.GetBytes())
 	if len(m.GetCuda()) == 0 {
+		if err := before.file(files[0]); err != nil {
+			return nil, errors.Join(err, closeFiles(files))
+		}
 		return memory.Map(files[0], bytes, true)
 	}
 	handle, err := cuda.ParseHandle(m.GetCuda())
@@ -206,6 +221,8 @@ func (n *Node) take(m *kvferrypb.Lend_Arena, files []*os.File) (memory.Arena, er
 		err = fmt.Errorf("%w: %s", errUnfit, kvferrypb.ShareRemedy)
 	case handle.Bytes != bytes:
 		err = fmt.Errorf("%w: %d bytes are lent, the handle is of %d", errUnfit, bytes, handle.Bytes)
+	default:
+		err = before.handle(handle)
 	}
 	if err != nil {
 		return nil, errors.Join(err, closeFiles(files))
@@ -245,19 +262,43 @@ func closeFiles(files []*os.File) error {
 	return errors.Join(errs...)
 }
 
-// distinctFile refuses a file that is among those before it: what is written to
-// one would be written to the other.
-func distinctFile(before []os.FileInfo, f *os.File) ([]os.FileInfo, error) {
+// disjoint is memory that was lent, all of it different: what is written to one
+// rank's must not be written to another's. Of chunks with a file each nobody here
+// can tell whether two are the same memory: the engine, which has their addresses,
+// does.
+type disjoint struct {
+	files   []os.FileInfo // of host memory
+	handles []cuda.Handle // of a device's
+}
+
+var errSame = fmt.Errorf("%w: it is the same memory as another rank's", errUnfit)
+
+// file adds host memory.
+func (d *disjoint) file(f *os.File) error {
 	st, err := f.Stat()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	for _, b := range before {
+	for _, b := range d.files {
 		if os.SameFile(b, st) {
-			return nil, fmt.Errorf("%w: it is the same memory as another rank's", errUnfit)
+			return errSame
 		}
 	}
-	return append(before, st), nil
+	d.files = append(d.files, st)
+	return nil
+}
+
+// handle adds memory of a device. Different parts of one allocation, which has one
+// handle, are disjoint.
+func (d *disjoint) handle(h cuda.Handle) error {
+	for _, b := range d.handles {
+		if b.Kind == cuda.Legacy && h.Kind == cuda.Legacy && b.UUID == h.UUID && b.IPC == h.IPC &&
+			b.Offset < h.Offset+h.Bytes && h.Offset < b.Offset+b.Bytes {
+			return errSame
+		}
+	}
+	d.handles = append(d.handles, h)
+	return nil
 }
 
 // replyLend says how it ended.
@@ -310,12 +351,15 @@ func (a *adoption) clear() {
 }
 
 // close ends the seal table, in which nothing holds any more: whatever is left
-// was this life's.
+// was this life's. It may be called twice.
 func (a *adoption) close() error {
 	a.clear()
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	seals := a.seals
+	if seals == nil {
+		return nil
+	}
 	a.seals = nil
 	return seals.Close()
 }

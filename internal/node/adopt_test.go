@@ -2,10 +2,12 @@ package node_test
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -242,6 +244,7 @@ func (s *say) refused() string {
 // TestMemoryThatDoesNotFit: the engine is told why, the node waits for another
 // one, and keeps no descriptor.
 func TestMemoryThatDoesNotFit(t *testing.T) {
+	mayOpen(t, 8192)
 	c := configure(t, "prefill", nil, byEngine, [2]string{"arena.ranks", "0,1"})
 	l := newLender(t, c)
 	bytes := uint64(c.Geometry().Layout.Bytes())
@@ -258,17 +261,10 @@ func TestMemoryThatDoesNotFit(t *testing.T) {
 	good := func() *kvferrypb.Lend {
 		return &kvferrypb.Lend{Version: kvferrypb.LendVersion, Arenas: []*kvferrypb.Lend_Arena{{Rank: 0, Bytes: bytes, Files: 1}, {Rank: 1, Bytes: bytes, Files: 1}}}
 	}
-	type start struct {
-		node *node.Node
-		err  error
-	}
-	started := make(chan start, 1)
+	started := make(chan started, 1)
 	ctx, cancel := context.WithCancelCause(t.Context())
 	defer cancel(nil)
-	go func() {
-		n, err := node.Start(ctx, node.Options{Config: c, Logger: logger(t)})
-		started <- start{n, err}
-	}()
+	go start(ctx, t, c, started)
 	dialArena(t, c).Close()
 	before := openFiles(t)
 	for name, tt := range map[string]struct {
@@ -283,10 +279,15 @@ func TestMemoryThatDoesNotFit(t *testing.T) {
 		"a rank twice":     {func(l *kvferrypb.Lend) { l.Arenas[1].Rank = 0 }, nil, "rank 0 twice"},
 		"too small":        {func(l *kvferrypb.Lend) { l.Arenas[1].Bytes = 4096 }, nil, fmt.Sprintf("lends 4096 bytes, the node's arena has %d", bytes)},
 		"many descriptors": {func(l *kvferrypb.Lend) { l.Arenas[1].Files = 1 << 30 }, nil, "descriptors"},
-		"both kinds":       {func(l *kvferrypb.Lend) { l.Arenas[1].Cuda = []byte("x") }, nil, "1 of 2 ranks are in memory of devices"},
-		"the same memory":  {nil, []*os.File{file(0), file(0)}, "same memory"},
-		"it can shrink":    {nil, []*os.File{file(0), soft}, "shrinking"},
-		"no handle":        {func(l *kvferrypb.Lend) { l.Arenas[0].Cuda, l.Arenas[1].Cuda = []byte("x"), []byte("y") }, []*os.File{file(0)}, "handle of an arena"},
+		"more descriptors than may be open": {func(l *kvferrypb.Lend) {
+			for _, a := range l.Arenas {
+				a.Cuda, a.Files = []byte("x"), cuda.MaxChunks
+			}
+		}, nil, "ulimit -n"},
+		"both kinds":      {func(l *kvferrypb.Lend) { l.Arenas[1].Cuda = []byte("x") }, nil, "1 of 2 ranks are in memory of devices"},
+		"the same memory": {nil, []*os.File{file(0), file(0)}, "same memory"},
+		"it can shrink":   {nil, []*os.File{file(0), soft}, "shrinking"},
+		"no handle":       {func(l *kvferrypb.Lend) { l.Arenas[0].Cuda, l.Arenas[1].Cuda = []byte("x"), []byte("y") }, []*os.File{file(0)}, "handle of an arena"},
 		"expandable segments": {func(l *kvferrypb.Lend) {
 			for _, a := range l.Arenas {
 				a.Cuda, a.Files = cuda.Handle{Kind: cuda.Files, Bytes: int64(bytes), Chunks: []int64{int64(bytes)}}.Append(nil), 0
@@ -328,12 +329,179 @@ func TestMemoryThatDoesNotFit(t *testing.T) {
 	// It waits on, until its start is called off.
 	why := errors.New("called off")
 	cancel(why)
-	if got := <-started; !errors.Is(got.err, why) || !strings.Contains(got.err.Error(), kvferrypb.ArenaSuffix) {
+	if got := <-started; !errors.Is(got.err, why) || !errors.Is(got.err, node.ErrUnadopted) || !strings.Contains(got.err.Error(), kvferrypb.ArenaSuffix) {
 		t.Errorf("the start ended with %v, %v", got.node, got.err)
 	}
 	if _, err := os.Stat(c.Node.Socket + kvferrypb.ArenaSuffix); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the socket is left: %v", err)
 	}
+}
+
+// TestDeviceMemoryOfTwoRanks: two ranks may lie in one allocation of a device, but
+// not in the same bytes of it, whoever finds that out.
+func TestDeviceMemoryOfTwoRanks(t *testing.T) {
+	for name, chunk := range map[string]int64{"with a handle": 0, "with files": 2 << 20} {
+		t.Run(name, func(t *testing.T) {
+			w, driver := useGPUs(t)
+			c := configure(t, "prefill", nil, byEngine, driver, overTCP, [2]string{"arena.ranks", "0,1"})
+			l := newLender(t, c)
+			bytes := c.Geometry().Layout.Bytes()
+			rt, err := cuda.Open(cuda.Options{Library: w.Library()})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer rt.Close()
+			gpu := rt.GPUs()[0].UUID
+			alloc := rt.Alloc
+			if chunk > 0 {
+				alloc = func(u cuda.UUID, bytes int64) (*cuda.Arena, error) { return rt.AllocChunks(u, bytes, chunk) }
+			}
+			whole, err := alloc(gpu, 2*bytes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer whole.Close()
+			part := func(at int64) *cuda.Arena {
+				a, err := rt.Wrap(gpu, whole.Address()+memory.DeviceAddr(at), bytes)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { a.Close() })
+				return a
+			}
+			started := make(chan started, 1)
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			go start(ctx, t, c, started)
+			parts := map[int64]*cuda.Arena{0: part(0), 1: part(1), bytes - 1: part(bytes - 1), bytes: part(bytes)}
+			for _, at := range []int64{0, 1, bytes - 1} {
+				for _, two := range [][2]*cuda.Arena{{parts[0], parts[at]}, {parts[at], parts[0]}} {
+					// By an engine that looks, and by one that does not.
+					arenas := map[id.Rank]memory.Arena{0: two[0], 1: two[1]}
+					if _, err := client.Adopt(t.Context(), c.Node.Socket, arenas, l.seals); !errors.Is(err, client.ErrRefused) || !strings.Contains(err.Error(), "same memory") {
+						t.Errorf("Adopt of memory that overlaps from %d on = %v", at, err)
+					}
+					if chunk > 0 {
+						continue // the files say nothing
+					}
+					lend := &kvferrypb.Lend{Version: kvferrypb.LendVersion}
+					for r, a := range two {
+						handle, _, err := a.Export()
+						if err != nil {
+							t.Fatal(err)
+						}
+						lend.Arenas = append(lend.Arenas, &kvferrypb.Lend_Arena{Rank: uint32(r), Bytes: uint64(bytes), Cuda: handle.Append(nil)})
+					}
+					s := dialArena(t, c)
+					s.lend(lend)
+					if got := s.refused(); !strings.Contains(got, "rank 1: memory does not fit: it is the same memory") {
+						t.Errorf("memory that overlaps from %d on: refused with %q", at, got)
+					}
+					s.Close()
+				}
+			}
+			adoption, err := client.Adopt(t.Context(), c.Node.Socket, map[id.Rank]memory.Arena{0: parts[bytes], 1: parts[0]}, l.seals)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n := (<-started).node
+			for r, at := range map[id.Rank]int64{0: bytes, 1: 0} {
+				want := []byte(fmt.Sprintf("of rank %d", r))
+				segment := []memory.Segment{{Bytes: int64(len(want))}}
+				got := make([]byte, len(want))
+				err := errors.Join(parts[at].WriteFrom(want, segment).Wait(), n.ArenaOf(r).(memory.Stager).ReadInto(got, segment).Wait())
+				if err != nil || string(got) != string(want) {
+					t.Errorf("rank %d: %q, %v, want %q", r, got, err, want)
+				}
+			}
+			if err := n.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			<-adoption.Ended()
+		})
+	}
+}
+
+// TestWhoLooksIsNoEngine: whoever opens the socket and says nothing, as a probe
+// does, is no engine that was refused, and nothing is logged of it.
+func TestWhoLooksIsNoEngine(t *testing.T) {
+	c := configure(t, "prefill", nil, byEngine)
+	l := newLender(t, c)
+	var log bytes.Buffer
+	ctx, cancel := context.WithCancelCause(t.Context())
+	defer cancel(nil)
+	done := make(chan started, 1)
+	go func() {
+		n, err := node.Start(ctx, node.Options{Config: c, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+		done <- started{n, err}
+	}()
+	silent := dialArena(t, c)
+	if err := silent.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := io.Copy(io.Discard, silent); n != 0 || err != nil {
+		t.Errorf("it was told %d bytes, %v", n, err)
+	}
+	half := dialArena(t, c)
+	_, _ = half.Write([]byte{0})
+	if err := half.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	half.refused()
+	adoption, err := client.Adopt(t.Context(), c.Node.Socket, l.arenas, l.seals)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := (<-done).node.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+	<-adoption.Ended()
+	if got := strings.Count(log.String(), "level=WARN"); got != 1 {
+		t.Errorf("%d warnings, want that of half a message:\n%s", got, &log)
+	}
+}
+
+// TestLentTableIsClosedTwice: the second time there is nothing left to do.
+func TestLentTableIsClosedTwice(t *testing.T) {
+	seals, err := memory.NewSealTable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	closing := node.CloserOfLent(seals)
+	for range 2 {
+		if err := closing(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// started is how the start of a node has ended.
+type started struct {
+	node *node.Node
+	err  error
+}
+
+// start starts a node that waits for an engine meanwhile.
+func start(ctx context.Context, t testing.TB, c *config.Config, done chan<- started) {
+	n, err := node.Start(ctx, node.Options{Config: c, Logger: logger(t)})
+	done <- started{n, err}
+}
+
+// mayOpen lets this process have so many descriptors, until the test ends.
+func mayOpen(t *testing.T, files uint64) {
+	t.Helper()
+	var was unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &was); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: min(files, was.Max), Max: was.Max}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &was); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // openFiles counts the descriptors of this process.

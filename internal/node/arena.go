@@ -3,7 +3,6 @@ package node
 import (
 	"context"
 	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
@@ -19,14 +19,16 @@ import (
 )
 
 // openMemory opens the arenas of all local ranks, the seal table, and what device
-// memory is copied through.
-func (n *Node) openMemory(ctx context.Context) error {
+// memory is copied through. devices opens arenas on devices; nil: the driver does.
+func (n *Node) openMemory(ctx context.Context, devices func(*Node) error) error {
 	var err error
-	switch n.config.Arena.Memory {
-	case config.HostMemory:
+	switch lies := n.config.Arena.Memory; {
+	case lies == config.HostMemory:
 		err = n.openHostArenas()
-	case config.EngineMemory:
+	case lies == config.EngineMemory:
 		err = n.adoptArenas(ctx)
+	case devices != nil:
+		err = devices(n)
 	default:
 		err = n.openDeviceArenas()
 	}
@@ -181,18 +183,10 @@ func (h *handover) give(c *net.UnixConn) {
 	}
 }
 
-// What an arena is, as the socket says it: one byte, and with it the memfd; or the
-// byte, the length of a handle in four bytes (little endian), the handle, and then
-// each of its files with a byte of its own.
-const (
-	handedFile   = 1
-	handedHandle = 2
-)
-
 func (h *handover) send(c *net.UnixConn, r id.Rank) error {
 	switch a := h.node.arenas[r].(type) {
 	case *memory.Region:
-		return memory.SendFile(c, []byte{handedFile}, a.File())
+		return memory.SendFile(c, []byte{kvferrypb.HandedFile}, a.File())
 	case *cuda.Arena:
 		handle, files, err := a.Export()
 		if err != nil {
@@ -203,13 +197,15 @@ func (h *handover) send(c *net.UnixConn, r id.Rank) error {
 				_ = f.Close()
 			}
 		}()
-		text := handle.Append(nil)
-		frame := binary.LittleEndian.AppendUint32([]byte{handedHandle}, uint32(len(text)))
-		if _, err := c.Write(append(frame, text...)); err != nil {
+		frame, err := kvferrypb.HandleFrame(handle.Append(nil))
+		if err != nil {
+			return err
+		}
+		if _, err := c.Write(frame); err != nil {
 			return fmt.Errorf("send handle: %w", err)
 		}
 		for _, f := range files {
-			if err := memory.SendFile(c, []byte{handedHandle}, f); err != nil {
+			if err := memory.SendFile(c, []byte{kvferrypb.HandedHandle}, f); err != nil {
 				return err
 			}
 		}

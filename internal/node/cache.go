@@ -293,9 +293,6 @@ type pinned struct {
 	staging transfer.Staging
 }
 
-// maxBatch bounds the stretches of one piece.
-const maxBatch = 4096
-
 // readArenas brings what copies name of the local arenas (Local) into pinned memory,
 // in pieces, one behind the other. It shows them to use in order, each with its
 // offset in the whole, and lent: the next one is copied meanwhile.
@@ -305,7 +302,7 @@ func (n *Node) readArenas(ctx context.Context, copies []transfer.Copy, use func(
 		return err
 	}
 	defer release()
-	cutter, more := transfer.Cut(copies, int64(n.staging.Size()), maxBatch), len(copies) > 0
+	cutter, more := transfer.Cut(copies, int64(n.staging.Size()), transfer.StagedCopies), len(copies) > 0
 	var at int64
 	for started, used := 0, 0; more || used < started; {
 		if more && started-used < len(two) {
@@ -340,7 +337,7 @@ func (n *Node) writeArenas(ctx context.Context, copies []transfer.Copy, fill fun
 		return err
 	}
 	defer release()
-	cutter, more := transfer.Cut(copies, int64(n.staging.Size()), maxBatch), len(copies) > 0
+	cutter, more := transfer.Cut(copies, int64(n.staging.Size()), transfer.StagedCopies), len(copies) > 0
 	var at int64
 	for i := 0; more; i++ {
 		if ctx.Err() != nil {

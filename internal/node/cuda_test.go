@@ -74,8 +74,8 @@ func importedByDriver(t testing.TB, s *client.Session, r id.Rank, n *member) mem
 			t.Error(err)
 		}
 	})
-	if g := imported.(*cuda.Arena); !g.Imported() || g.GPU() != a.GPU() {
-		t.Errorf("it is on %v, imported: %v", g.GPU(), g.Imported())
+	if g := imported.(*cuda.Arena); rt.Stats().Imported != 1 || g.GPU() != a.GPU() {
+		t.Errorf("it is on %v, imported: %v", g.GPU(), rt.Stats().Imported)
 	}
 	return imported
 }
@@ -102,7 +102,7 @@ func TestGPUs(t *testing.T) {
 				if by == rdmaread.Name {
 					useFabric(t)
 				}
-				set := [][2]string{driver, {"arena.ranks", "0,1"}, {"transfer.transports", by}, {"transfer.staging", "8MiB"}, verifying}
+				set := [][2]string{driver, {"arena.ranks", "0,1"}, {"transfer.transports", by}, {"transfer.staging", "16MiB"}, verifying}
 				prefill := startNode(t, "prefill", nil, append(set, onGPU(sides[0]))...)
 				decode := startNode(t, "decode", prefill, append(set, onGPU(sides[1]))...)
 				awaitPeers(t, prefill, decode)
@@ -201,7 +201,7 @@ func copiesOf(w *cudatest.World) map[string]uint64 {
 // host are read from device to device, one in host memory otherwise, and everybody
 // can see why.
 func TestGPUsAreChosen(t *testing.T) {
-	_, driver := useGPUs(t)
+	w, driver := useGPUs(t)
 	useNoDevices(t)
 	all := [2]string{"transfer.transports", strings.Join(config.Transports(), ",")}
 	prefill := startNode(t, "prefill", nil, driver, all, onGPU("cuda:0"))
@@ -235,9 +235,14 @@ func TestGPUsAreChosen(t *testing.T) {
 	if m := s.GetMemory(); len(m) != 1 || m[0].GetPlace() != "host" || len(s.GetDevices()) > 0 {
 		t.Errorf("the arena lies in %v", m)
 	}
+	const context = "cuDevicePrimaryCtxRetain"
+	contexts := w.Counts().Calls[context]
 	r, err := prefill.admin.Doctor(t.Context(), &kvferrypb.DoctorRequest{})
 	if err != nil {
 		t.Fatal(err)
+	}
+	if made := w.Counts().Calls[context] - contexts; made > 0 || contexts == 0 {
+		t.Errorf("to look at all devices the node used %d of them, after %d", made, contexts)
 	}
 	for _, name := range []string{"transport cudaipc", "cuda library", "gpu 0", "gpu 1", "huge pages"} {
 		if c := checkOf(r, name); c.GetState() != node.StateOK {
@@ -365,6 +370,19 @@ func TestGPUProcess(t *testing.T) {
 		t.Error("a dead device was read")
 	}
 	<-n.Done()
+	status, err := m.admin.Status(t.Context(), &kvferrypb.StatusRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var failed []string
+	for _, d := range status.GetDevices() {
+		if d.GetFailed() != "" {
+			failed = append(failed, d.GetFailed())
+		}
+	}
+	if len(status.GetDevices()) != 2 || len(failed) != 1 || !strings.Contains(failed[0], cuda.ErrDead.Error()) {
+		t.Errorf("one of two devices is dead, these have failed: %q", failed)
+	}
 	res, err := http.Get("http://" + n.Addresses().HTTP.String() + "/readyz")
 	if err != nil {
 		t.Fatal(err)
@@ -410,11 +428,11 @@ func TestGPUDies(t *testing.T) {
 	if _, err := cudatest.Build(); err != nil {
 		t.Skip(err)
 	}
-	w, err := cudatest.New(cudatest.Options{}) // of the other process alone
+	w, err := cudatest.New(cudatest.Options{Devices: 2}) // of the other process alone
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := configure(t, "n", nil, onGPU("cuda:0"), [2]string{"arena.cuda_library", w.Library()}, meetingPlace(t))
+	c := configure(t, "n", nil, onGPU("cuda:0,cuda:1"), [2]string{"arena.ranks", "0,1"}, [2]string{"arena.cuda_library", w.Library()}, meetingPlace(t))
 	p := startProcess(t, "TestGPUProcess", append(w.Env(), gpuNode+"="+writeConfig(t, c), gpuDies+"=1")...)
 	p.upTo("published")
 	w.Set(cudatest.Faults{Poison: cudatest.IllegalAddress})

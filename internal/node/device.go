@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/internal/id"
@@ -55,9 +57,6 @@ func (n *Node) watchDevices() {
 // openDeviceArenas makes the arenas of all local ranks on the devices that
 // arena.memory names.
 func (n *Node) openDeviceArenas() error {
-	if n.alloc != nil {
-		return n.allocate()
-	}
 	runtime, err := n.openCUDA()
 	if err != nil {
 		return err
@@ -81,15 +80,23 @@ func (n *Node) openDeviceArenas() error {
 	return nil
 }
 
-// allocate is openDeviceArenas of a test.
-func (n *Node) allocate() error {
-	for _, r := range n.ranks {
-		a, err := n.alloc(n.geometry.Layout.Bytes())
-		if err != nil {
-			return err
-		}
-		n.arenas[r] = a
-		n.closers = append(n.closers, a.Close)
+// filesOfLent are the descriptors that memory takes which an engine lends by so
+// many: each is kept, and once more by cudaipc, which hands it on.
+func filesOfLent(lent int) uint64 { return 2 * uint64(max(0, lent)) }
+
+// spareFiles are for all else of a node with a few peers.
+const spareFiles = 256
+
+// roomForFiles refuses memory that comes in more descriptors than this process may
+// have open.
+func roomForFiles(lent int) error {
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
+		return fmt.Errorf("limit of open files: %w", err)
+	}
+	if need := filesOfLent(lent) + spareFiles; need > r.Cur {
+		return fmt.Errorf("the engine lends its memory by %d descriptors, for which the node may have to open %d files, and this process may open %d: "+
+			"ulimit -n %d (systemd: LimitNOFILE=), or an engine whose memory is in fewer pieces (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)", lent, need, r.Cur, need)
 	}
 	return nil
 }

@@ -2,12 +2,14 @@ package node_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvferry/kvferry/api/client"
 	"github.com/kvferry/kvferry/api/kvferrypb"
@@ -270,6 +272,69 @@ func TestMemoryThatIsNotPinned(t *testing.T) {
 			return strings.Contains(line, "no more of it") && strings.Contains(line, what) && strings.Contains(line, "level=WARN")
 		}) {
 			t.Errorf("nothing is said of %s:\n%s", what, &log)
+		}
+	}
+}
+
+// TestCloseWaitsForTheDevice: the end of a node cuts no copy that its device has
+// been given, for a call or for the host tier, and frees neither end of it before it
+// is over.
+func TestCloseWaitsForTheDevice(t *testing.T) {
+	for name, begin := range map[string]func(e *engine){
+		"read": func(e *engine) {
+			ask := &kvferrypb.ReadKVRequest{Step: readStep(e.t, e)}
+			go func() { _, _ = e.ReadKV(e.ctx(), ask) }()
+		},
+		"offload": func(e *engine) { e.offloading("r") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n, _ := startHosted(t, "n", nil, onDevice)
+			e := openEngine(t, n)
+			e.ingest("r")
+			e.write("r", 20)
+			n.device.Hold(transfertest.ToHost)
+			begin(e) // it ends with what was asked for, or that the node closes
+			await(t, "the device to copy", func(context.Context) error {
+				if c := n.device.Counts(); c.Live == 0 {
+					return fmt.Errorf("%+v", c)
+				}
+				return nil
+			})
+			closed := make(chan struct{})
+			go func() {
+				defer close(closed)
+				n.close() // an arena that is left, or a copy that nobody waited for, is an error
+			}()
+			<-n.Done()
+			select {
+			case <-closed:
+				t.Error("the node has ended, and its device still copies")
+			case <-time.After(stillCopies):
+			}
+			if c := n.device.Counts(); c.Live == 0 || c.Arenas != 1 {
+				t.Errorf("%+v", c)
+			}
+			n.device.Release(transfertest.ToHost)
+			<-closed
+		})
+	}
+}
+
+// stillCopies is longer than a node needs that waits for nothing, the second included
+// that calls have to end by themselves.
+const stillCopies = 1500 * time.Millisecond
+
+// TestLeastStaging: with as little as transfer.staging may be every transport opens.
+func TestLeastStaging(t *testing.T) {
+	useFabric(t)
+	n := startNode(t, "n", nil, onDevice, [2]string{"transfer.transports", strings.Join(hostTransports(), ",")}, [2]string{"transfer.staging", "16MiB"})
+	s, err := n.admin.Status(t.Context(), &kvferrypb.StatusRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range hostTransports() {
+		if i := transportOf(s, name); !i.GetAvailable() {
+			t.Errorf("%s: %v", name, i)
 		}
 	}
 }

@@ -25,6 +25,7 @@ import (
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/rdma"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/cudaipc"
 	"github.com/kvferry/kvferry/transfer/rdmaread"
 	"github.com/kvferry/kvferry/transfer/shm"
 )
@@ -181,7 +182,7 @@ func thisMachine() machine {
 
 func (m machine) examine(e Examination) []Check {
 	fabric := m.fabric(e.Config)
-	list := []Check{m.memoryLock(e.Config, fabric), m.openFiles(), m.hugePages(e.Config), m.devShm(), m.rendezvous(e.Config), m.receiveBuffer()}
+	list := []Check{m.memoryLock(e.Config, fabric), m.openFiles(e.Config), m.hugePages(e.Config), m.devShm(), m.rendezvous(e.Config), m.receiveBuffer()}
 	list = append(list, m.ports(e)...)
 	list = append(list, fabric.checks...)
 	list = append(list, m.gpu(e.Config, fabric)...)
@@ -190,12 +191,15 @@ func (m machine) examine(e Examination) []Check {
 
 // lockedBytes are what rdma locks but for its queues, and what that is: the arenas
 // of all ranks, or where they are on GPUs what they may be staged in, and the seal
-// table.
+// table. What an engine lends may be either.
 func lockedBytes(c *config.Config) (n int64, what string) {
 	if len(c.Arena.Devices()) > 0 {
 		return stagingShare(c) + memory.Words*8, "memory for staging"
 	}
-	return int64(len(c.Arena.Ranks))*c.Geometry().Layout.Bytes() + memory.Words*8, "the arena"
+	if c.Arena.Memory == config.EngineMemory {
+		what = " that the engine lends, if it is in host memory"
+	}
+	return int64(len(c.Arena.Ranks))*c.Geometry().Layout.Bytes() + memory.Words*8, "the arena" + what
 }
 
 // sizeText is a size for people, in whole MiB where there is one.
@@ -234,6 +238,9 @@ func (m machine) memoryLock(c *config.Config, f fabric) Check {
 	}
 	if m.memlock(need) != nil {
 		check.State, check.Remedy = StateFail, rdma.MemlockAdvice
+		if c.Arena.Memory == config.EngineMemory { // which memory that is, is not known
+			check.State = StateWarn
+		}
 	}
 	return check
 }
@@ -250,18 +257,30 @@ func allowedLock(err error) (bytes uint64, limited bool) {
 // out of them: a peer takes up to ten.
 const fewFiles = 4096
 
-func (m machine) openFiles() Check {
+// leastChunk is how small the chunks are in which engines lend the memory of GPUs.
+const leastChunk = 2 << 20
+
+// openFiles compares the limit with what peers take, and the memory of an engine,
+// which may come in chunks with a descriptor each.
+func (m machine) openFiles(c *config.Config) Check {
 	soft, err := m.rlimit(unix.RLIMIT_NOFILE)
 	check := Check{Name: "open files", State: StateOK}
+	need, lent := uint64(fewFiles), ""
+	if c != nil && c.Arena.Memory == config.EngineMemory && (!m.running || m.arenaPage == 0) {
+		chunks := len(c.Arena.Ranks) * int(min(maxLendFiles, (c.Geometry().Layout.Bytes()+leastChunk-1)/leastChunk))
+		need += filesOfLent(chunks)
+		lent = fmt.Sprintf(", and memory of a GPU that an engine lends in chunks (expandable segments) up to %d", filesOfLent(chunks))
+	}
 	switch {
 	case err != nil:
 		check.State, check.Found = StateWarn, err.Error()
 	case soft == math.MaxUint64:
 		check.Found = "not limited"
 	default:
-		check.Found = fmt.Sprintf("%d; a peer takes up to ten", soft)
-		if soft < fewFiles {
-			check.State, check.Remedy = StateWarn, "ulimit -n 65536; systemd: LimitNOFILE=65536"
+		check.Found = fmt.Sprintf("%d; a peer takes up to ten%s", soft, lent)
+		if soft < need {
+			enough := max(65536, need)
+			check.State, check.Remedy = StateWarn, fmt.Sprintf("ulimit -n %d; systemd: LimitNOFILE=%d", enough, enough)
 		}
 	}
 	return check
@@ -275,6 +294,9 @@ func (m machine) hugePages(c *config.Config) Check {
 	switch {
 	case c != nil && c.Arena.HugePages == "never":
 		check.Found = "not wanted: arena.huge_pages is never"
+		return check
+	case c != nil && c.Arena.Memory == config.EngineMemory:
+		check.Found = "not needed: the arena is the engine's"
 		return check
 	case m.running && m.arenaPage == 0, c != nil && len(c.Arena.Devices()) > 0:
 		check.Found = "not needed: the arena is in the memory of a GPU"
@@ -325,17 +347,18 @@ func (m machine) devShm() Check {
 	return check
 }
 
-// rendezvous applies the rules of transfer/shm to the directory.
+// rendezvous applies the rules of transfer/rendezvous to the directory.
 func (m machine) rendezvous(c *config.Config) Check {
 	check := Check{Name: "rendezvous", State: StateOK}
 	dir, bad := filepath.Dir(config.DefaultSocket("node")), StateWarn
 	if c != nil {
 		dir = c.Transfer.Rendezvous
-		if !uses(c, shm.Name) {
-			check.State, check.Found = StateAbsent, "not needed: shm is not used"
+		ipc := uses(c, cudaipc.Name) && c.Arena.Memory != config.HostMemory
+		if !uses(c, shm.Name) && !ipc {
+			check.State, check.Found = StateAbsent, "not needed: neither shm nor cudaipc is used"
 			return check
 		}
-		if c.Transfer.Require == shm.Name {
+		if c.Transfer.Require == shm.Name || c.Transfer.Require == cudaipc.Name {
 			bad = StateFail
 		}
 	}

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"testing/fstest"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/internal/config"
 	"github.com/kvferry/kvferry/rdma"
@@ -252,8 +254,65 @@ func TestExamine(t *testing.T) {
 			want: []want{
 				{"rdma", StateAbsent, "not wanted", ""},
 				{"memory lock", StateOK, "is not used here", ""},
-				{"rendezvous", StateAbsent, "shm is not used", ""},
+				{"rendezvous", StateAbsent, "neither shm nor cudaipc is used", ""},
 			},
+		},
+		"cudaipc, and an arena in host memory": {
+			transfer: "transports: [cudaipc, tcp]",
+			want:     []want{{"rendezvous", StateAbsent, "neither shm nor cudaipc is used", ""}},
+		},
+		"cudaipc, and an arena on a GPU": {
+			files: gpus, transfer: "transports: [cudaipc, tcp], rendezvous: /run/k", memory: "cuda:0",
+			change: func(m *machine) {
+				m.files = with(m.files.(fstest.MapFS), fstest.MapFS{"run/k": {Mode: fs.ModeDir | 0o777, Sys: &syscall.Stat_t{Uid: 1000}}})
+			},
+			want: []want{{"rendezvous", StateWarn, "writable by others", "chmod 0700"}},
+		},
+		"cudaipc alone, and an arena on a GPU": {
+			files: gpus, transfer: "transports: [cudaipc, tcp], require: cudaipc, rendezvous: /run/k", memory: "cuda:0",
+			change: func(m *machine) {
+				m.files = with(m.files.(fstest.MapFS), fstest.MapFS{"run/k": {Mode: fs.ModeDir | 0o777, Sys: &syscall.Stat_t{Uid: 1000}}})
+			},
+			want:  []want{{"rendezvous", StateFail, "writable by others", "chmod 0700"}},
+			fails: []string{"rendezvous"},
+		},
+		"an engine's arena, and no GPU": {
+			files: roce, memory: "engine", change: func(m *machine) {
+				m.memlock, m.gpus = lockable(64<<20), func(string) ([]gpu, error) { return nil, errors.New("no libcuda.so.1") }
+			},
+			want: []want{
+				{"gpu", StateWarn, "no driver", "if the engine lends memory of a GPU"},
+				{"cuda library", StateWarn, "no libcuda.so.1", "arena.cuda_library"},
+				{"memory lock", StateWarn, "the arena that the engine lends, if it is in host memory", "ulimit -l"},
+				{"huge pages", StateOK, "not needed: the arena is the engine's", ""},
+			},
+		},
+		"an engine's arena, in host memory, of a node that runs": {
+			memory: "engine", change: func(m *machine) {
+				m.running, m.arenaPage, m.gpus = true, 4096, func(string) ([]gpu, error) { return nil, errNoGPU }
+				m.rlimit = func(int) (uint64, error) { return fewFiles, nil }
+			},
+			want: []want{
+				{"gpu", StateAbsent, "no driver", ""},
+				{"open files", StateOK, "a peer takes up to ten", ""},
+				{"huge pages", StateOK, "not needed: the arena is the engine's", ""},
+			},
+		},
+		"an engine's arena, and a GPU": {
+			files: gpus, memory: "engine",
+			want: []want{{"gpu", StateOK, "NVIDIA H200", ""}, {"gpu 0", StateOK, "NVIDIA H200", ""}},
+		},
+		"files for the chunks of an engine's arena": {
+			files: gpus, memory: "engine", change: func(m *machine) {
+				m.rlimit = func(int) (uint64, error) { return fewFiles + 2*512 - 1, nil } // of 1 GiB by 2 MiB, and once more
+			},
+			want: []want{{"open files", StateWarn, "in chunks (expandable segments) up to 1024", "ulimit -n 65536"}},
+		},
+		"enough of them": {
+			files: gpus, memory: "engine", change: func(m *machine) {
+				m.rlimit = func(int) (uint64, error) { return fewFiles + 2*512, nil }
+			},
+			want: []want{{"open files", StateOK, "up to 1024", ""}},
 		},
 		"no library": {
 			files: card("mlx5_0", "uverbs0", "4: ACTIVE", "Ethernet", v2v4), transfer: none,
@@ -340,8 +399,8 @@ func TestExamine(t *testing.T) {
 			},
 		},
 		"an arena on a GPU, and a card": {
-			files: with(roce, gpus), memory: "cuda:GPU-8F000000-0000-0000-0000-000000000000", change: func(m *machine) { m.memlock = lockable(64 << 20) },
-			want: []want{{"memory lock", StateOK, "rdma locks 33MiB: memory for staging, the seal table, and queues", ""}},
+			files: with(roce, gpus), memory: "cuda:GPU-8F000000-0000-0000-0000-000000000000", change: func(m *machine) { m.memlock = lockable(128 << 20) },
+			want: []want{{"memory lock", StateOK, "rdma locks 81MiB: memory for staging, the seal table, and queues", ""}},
 		},
 		"an arena on a GPU that is not there": {
 			files: gpus, memory: "cuda:1", fails: []string{"arena on cuda:1"},
@@ -580,5 +639,28 @@ func TestExamineThisMachine(t *testing.T) {
 		if c.Name == "" || c.Found == "" || !slices.Contains([]string{StateOK, StateWarn, StateAbsent}, c.State) {
 			t.Errorf("%+v", c)
 		}
+	}
+}
+
+// TestFilesOfLentMemory: memory in more pieces than this process may open files for
+// is refused with what to set; what fits is not.
+func TestFilesOfLentMemory(t *testing.T) {
+	if err := roomForFiles(1); err != nil {
+		t.Error(err)
+	}
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
+		t.Fatal(err)
+	}
+	if r.Cur > math.MaxInt32 {
+		t.Skip("files are not limited")
+	}
+	most := int(r.Cur-spareFiles) / 2
+	if err := roomForFiles(most); err != nil {
+		t.Error(err)
+	}
+	err := roomForFiles(most + 1)
+	if want := fmt.Sprintf("ulimit -n %d", 2*(most+1)+spareFiles); err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "expandable_segments:False") {
+		t.Errorf("%v, want %q", err, want)
 	}
 }

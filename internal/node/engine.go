@@ -67,7 +67,7 @@ func (e engineService) owned(s *session, name string) (id.Request, error) {
 	return r, e.node.sessions.own(s, r)
 }
 
-func (e engineService) Open(_ context.Context, req *kvferrypb.OpenRequest) (*kvferrypb.OpenResponse, error) {
+func (e engineService) Open(ctx context.Context, req *kvferrypb.OpenRequest) (*kvferrypb.OpenResponse, error) {
 	n := e.node
 	if n.isDraining() {
 		return nil, errDraining
@@ -89,7 +89,7 @@ func (e engineService) Open(_ context.Context, req *kvferrypb.OpenRequest) (*kvf
 			return nil, fmt.Errorf("rank %d is not local, %v are: %w", r, n.ranks, id.ErrInvalid)
 		}
 	}
-	s, pages, err := n.sessions.openCounted(func() (*session, error) { return n.sessions.open(time.Now(), req.GetEngine()) })
+	s, pages, err := n.sessions.openCounted(ctx, req.GetEngine())
 	if err != nil {
 		return nil, err
 	}
@@ -224,9 +224,7 @@ func (e engineService) Remove(ctx context.Context, req *kvferrypb.RemoveRequest)
 		return nil, err
 	}
 	defer leave()
-	back := e.node.sessions.hold()
-	err = e.node.remove(r, req.GetDiscard(), kvferrypb.CompleteItem_DECLINED)
-	return &kvferrypb.RemoveResponse{Pages: back(err == nil)}, err
+	return &kvferrypb.RemoveResponse{}, e.node.remove(r, req.GetDiscard(), kvferrypb.CompleteItem_DECLINED)
 }
 
 func (e engineService) Give(ctx context.Context, req *kvferrypb.GiveRequest) (*kvferrypb.GiveResponse, error) {

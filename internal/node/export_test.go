@@ -25,7 +25,17 @@ func (o Options) Hooked(hook func(context.Context, id.Request) error) Options {
 // Allocating makes the arenas by alloc where arena.memory names devices, instead of
 // the driver.
 func (o Options) Allocating(alloc func(bytes int64) (memory.Arena, error)) Options {
-	o.alloc = alloc
+	o.devices = func(n *Node) error {
+		for _, r := range n.ranks {
+			a, err := alloc(n.geometry.Layout.Bytes())
+			if err != nil {
+				return err
+			}
+			n.arenas[r] = a
+			n.closers = append(n.closers, a.Close)
+		}
+		return nil
+	}
 	return o
 }
 
@@ -73,6 +83,9 @@ const (
 	MaxPeerLinks = maxPeerLinks
 	MaxAsked     = maxAsked
 )
+
+// CloserOfLent closes a seal table that an engine has lent.
+func CloserOfLent(seals *memory.SealTable) func() error { return (&adoption{seals: seals}).close }
 
 // Counts are the manager's.
 func (n *Node) Counts() manager.Counts { return n.manager.Counts() }

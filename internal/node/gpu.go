@@ -29,10 +29,11 @@ func openGPUs(library string) ([]gpu, error) {
 	return gpusOf(r), r.Close()
 }
 
+// gpusOf looks, and uses none: a context takes hundreds of megabytes, and stays.
 func gpusOf(r *cuda.Runtime) []gpu {
 	var list []gpu
 	for _, g := range r.GPUs() {
-		can, err := r.Capabilities(g.UUID)
+		can, err := r.Look(g.UUID)
 		list = append(list, gpu{g, can, err})
 	}
 	return list
@@ -61,10 +62,7 @@ func (n *Node) devices() []*kvferrypb.Device {
 		g := a.GPU()
 		seen[g.UUID] = true
 		d := &kvferrypb.Device{Uuid: g.UUID.String(), Ordinal: uint32(g.Ordinal), Name: g.Name, Bus: g.Bus, Bytes: uint64(g.Bytes)}
-		can, err := n.cuda.Capabilities(g.UUID)
-		if err == nil {
-			err = n.cuda.Reason()
-		}
+		can, err := n.cuda.Look(g.UUID)
 		if err != nil {
 			d.Failed = err.Error()
 		}
@@ -90,8 +88,11 @@ func (m machine) gpu(c *config.Config, f fabric) []Check {
 	var named []string
 	if c != nil {
 		library, named = c.Arena.CUDALibrary, c.Arena.Devices()
-		if c.Arena.Memory != config.HostMemory {
+		switch {
+		case len(named) > 0:
 			bad, none = StateFail, StateFail
+		case c.Arena.Memory == config.EngineMemory && (!m.running || m.arenaPage == 0):
+			none = StateWarn
 		}
 	}
 	found, err := cuda.Probe(m.files, m.libraryPath)
@@ -106,13 +107,15 @@ func (m machine) gpu(c *config.Config, f fabric) []Check {
 		switch {
 		case none == StateFail:
 			summary.Remedy = "mend that, or set arena.memory: host"
+		case none == StateWarn:
+			summary.Remedy = "mend that, if the engine lends memory of a GPU; host memory needs none"
 		case !errors.Is(err, cuda.ErrUnavailable):
 			summary.State = StateWarn
 		}
 	}
 	checks := []Check{summary}
 	var shown []gpu
-	if err == nil || library != "" || none == StateFail { // else there is nothing to load
+	if err == nil || library != "" || none != StateAbsent { // else there is nothing to load
 		var loaded error
 		checks, shown, loaded = m.driver(checks, library, bad)
 		if loaded == nil && err != nil { // the driver knows better than the files

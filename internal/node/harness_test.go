@@ -71,7 +71,7 @@ const yaml = `
 node: {name: %s, role: both, bind: 127.0.0.1, socket: %s, state_dir: %s}
 ports: {gossip: 0, peer: 0, data: 0, http: 0}
 arena: {model: test, pages: 64, page_size: 8, layers: 2, heads: 2, head_dim: 8, dtype: bf16, layout: NHD}
-transfer: {transports: [shm, tcp], rendezvous: %s}
+transfer: {transports: [shm, tcp], rendezvous: %s, staging: 64MiB}
 cluster: {name: %s, preset: fast}
 timers: {drain: 10ms}
 `
@@ -485,6 +485,9 @@ func (e *engine) lend(rank id.Rank, at, n int64, visit func(b []byte)) {
 // lendAll lets lend work on copies of what lies with a driver, whose every call
 // takes its time; what it returns writes back what has changed.
 func (e *engine) lendAll() (back func()) {
+	if len(e.devices) == 0 {
+		return func() {}
+	}
 	e.shadow = make(map[id.Rank]*shadow)
 	for rank, a := range e.devices {
 		if _, ok := a.(*cuda.Arena); ok {

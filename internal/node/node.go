@@ -63,12 +63,12 @@ type Options struct {
 	Logger  *slog.Logger   // default: silent
 	Version string         // shown by status
 
-	// For tests: what is put in front of every transport, and what is called
-	// before a stream of a request is copied to or from the host.
-	wrap func(transfer.Transport) transfer.Transport
-	hook func(context.Context, id.Request) error
-	// What makes arenas in device memory; nil: the driver does.
-	alloc func(bytes int64) (memory.Arena, error)
+	// For tests: what is put in front of every transport, what is called before a
+	// stream of a request is copied to or from the host, and what opens arenas in
+	// device memory instead of the driver.
+	wrap    func(transfer.Transport) transfer.Transport
+	hook    func(context.Context, id.Request) error
+	devices func(*Node) error
 }
 
 // Addresses are where a node is reached: what it advertises.
@@ -118,7 +118,6 @@ type Node struct {
 	rdma       *rdmaread.Transport   // nil: not open
 	cuda       *cuda.Runtime         // nil: no arena is in device memory
 	staging    *transfer.Pool        // nil: the same
-	alloc      func(bytes int64) (memory.Arena, error)
 	reads      *transfer.Queue
 	cluster    *cluster.Cluster
 	keyring    *keyring
@@ -190,7 +189,6 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 		kick:     make(chan struct{}, 1),
 		probing:  make(chan struct{}, 1),
 		leaving:  newLeaving(),
-		alloc:    o.alloc,
 	}
 	n.swept.Store(n.started.UnixNano())
 	for _, r := range c.Arena.Ranks {
@@ -201,10 +199,11 @@ func start(ctx context.Context, o Options, store *incarnations) (*Node, error) {
 	n.sessions = newSessions(n)
 	// The node outlives the call that starts it.
 	n.ctx, n.stop = context.WithCancelCause(context.WithoutCancel(ctx))
+	openMemory := func(ctx context.Context) error { return n.openMemory(ctx, o.devices) }
 	openHost := func(context.Context) error { return n.openHost(o.hook) }
 	openTransports := func(context.Context) error { return n.openTransports(o.wrap) }
 	for _, open := range []func(context.Context) error{
-		n.openIdentity, n.openKeyring, n.openMemory, openHost, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
+		n.openIdentity, n.openKeyring, openMemory, openHost, n.openManager, openTransports, n.openPeerService, n.openEngineService, n.openHTTP, n.openCluster,
 	} {
 		if err := open(ctx); err != nil {
 			n.stop(err)

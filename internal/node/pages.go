@@ -1,9 +1,10 @@
 package node
 
 import (
+	"context"
 	"fmt"
 	"slices"
-	"sync"
+	"time"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/config"
@@ -14,19 +15,12 @@ import (
 
 // Where the engine chooses pages (arena.allocate), each page is in one place more:
 // the engine's. It gives pages to streams with the calls that need them (give), and
-// hears of each that is its own again once: in the answer to the Remove that let it
-// go, in an event, or, if it has lost count, in the answer to Open.
+// hears of each that is its own again once: in an event of the session, or, if there
+// is none, in the answer to the next Open. An answer to the call that let them go
+// could be lost with that call.
 
 // maxEventPages bounds the pages of one event.
 const maxEventPages = 65536
-
-// pagesTold orders what the engine is told of its pages. Its mutex is taken before
-// that of the sessions.
-type pagesTold struct {
-	mu      sync.Mutex
-	holding int           // calls that answer with pages themselves
-	resume  chan struct{} // one: the last of them is over
-}
 
 // engineChooses says whether the engine chooses the pages of streams.
 func (n *Node) engineChooses() bool { return n.config.Arena.Allocate == config.EngineAllocates }
@@ -68,10 +62,16 @@ func pageNumbers(list []page.Index) []uint32 {
 }
 
 // openCounted opens a session, and says which pages are its engine's.
-func (ss *sessions) openCounted(open func() (*session, error)) (*session, []*kvferrypb.OpenResponse_Run, error) {
-	ss.told.mu.Lock()
-	defer ss.told.mu.Unlock()
-	s, err := open()
+func (ss *sessions) openCounted(ctx context.Context, engine string) (*session, []*kvferrypb.OpenResponse_Run, error) {
+	if ss.node.engineChooses() {
+		if ctx.Err() != nil { // the engine may be opening the next already
+			return nil, nil, context.Cause(ctx)
+		}
+		ss.endUnheard()
+	}
+	ss.told.Lock()
+	defer ss.told.Unlock()
+	s, err := ss.open(time.Now(), engine)
 	if err != nil || !ss.node.engineChooses() {
 		return s, nil, err
 	}
@@ -82,36 +82,12 @@ func (ss *sessions) openCounted(open func() (*session, error)) (*session, []*kvf
 	return s, runs, nil
 }
 
-// hold keeps events about pages back until release, which takes those that have
-// come back until then for an answer, or leaves them to an event.
-func (ss *sessions) hold() (release func(take bool) []uint32) {
-	t := &ss.told
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.holding++
-	return func(take bool) (pages []uint32) {
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		if take {
-			pages = pageNumbers(ss.node.manager.Returned())
-		}
-		if t.holding--; t.holding == 0 {
-			select {
-			case t.resume <- struct{}{}:
-			default: // one is there already
-			}
-		}
-		return pages
-	}
-}
-
 // tellPages tells the session which pages are its engine's again, as they come back.
 func (ss *sessions) tellPages() {
 	n := ss.node
 	for {
 		select {
 		case <-n.manager.Returns():
-		case <-ss.told.resume:
 		case <-n.ctx.Done():
 			return
 		}
@@ -120,11 +96,8 @@ func (ss *sessions) tellPages() {
 }
 
 func (ss *sessions) tellReturned() {
-	ss.told.mu.Lock()
-	defer ss.told.mu.Unlock()
-	if ss.told.holding > 0 {
-		return
-	}
+	ss.told.Lock()
+	defer ss.told.Unlock()
 	// Without a session they are in the answer to the next Open.
 	for some := range slices.Chunk(ss.node.manager.Returned(), maxEventPages) {
 		ss.emitAll(func() *kvferrypb.Event {

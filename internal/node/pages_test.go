@@ -1,10 +1,17 @@
 package node_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
+	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/kvferry/kvferry/api/client"
@@ -50,13 +57,12 @@ func numbers(list []int32) []uint32 {
 	return out
 }
 
-func (e *engine) removing(r string) []uint32 {
+// returned are the next so many pages that events give back.
+func (e *engine) returned(pages int) (got []uint32) {
 	e.t.Helper()
-	res, err := e.Remove(e.ctx(), &kvferrypb.RemoveRequest{Request: r})
-	if err != nil {
-		e.t.Fatal(err)
+	for len(got) < pages {
+		got = append(got, e.event(kvferrypb.Event_PAGES).GetPages()...)
 	}
-	got := res.GetPages()
 	slices.Sort(got)
 	return got
 }
@@ -106,7 +112,8 @@ func TestEngineChoosesPages(t *testing.T) {
 	if got, want := numbers(d.pages("r")), []uint32{3, 60, 9, 11, 10}; !slices.Equal(got, want) {
 		t.Errorf("they lie in %v, want %v", got, want)
 	}
-	if got, want := d.removing("r"), []uint32{3, 9, 10, 11, 60}; !slices.Equal(got, want) {
+	d.remove("r")
+	if got, want := d.returned(5), []uint32{3, 9, 10, 11, 60}; !slices.Equal(got, want) {
 		t.Errorf("Remove gives %v back, want %v", got, want)
 	}
 
@@ -114,7 +121,8 @@ func TestEngineChoosesPages(t *testing.T) {
 	if _, err := p.Give(p.ctx(), &kvferrypb.GiveRequest{Grants: []*kvferrypb.Grant{grant("r", 50)}}); err != nil {
 		t.Fatal(err)
 	}
-	if got := p.removing("r"); !slices.Equal(got, []uint32{50}) {
+	p.remove("r")
+	if got := p.returned(1); !slices.Equal(got, []uint32{50}) {
 		t.Errorf("Remove gives %v back, want what was not used", got)
 	}
 	p.ingest("next")
@@ -133,16 +141,14 @@ func TestEngineChoosesPages(t *testing.T) {
 	if _, err := prefill.admin.Revoke(t.Context(), &kvferrypb.RevokeRequest{Publication: publicationOf(t, prefill)}); err != nil {
 		t.Fatal(err)
 	}
-	ev := p.event(kvferrypb.Event_PAGES)
-	got := ev.GetPages()
-	slices.Sort(got)
-	if want := []uint32{1, 7, 22, 40, 63}; !slices.Equal(got, want) {
+	if got, want := p.returned(5), []uint32{1, 7, 22, 40, 63}; !slices.Equal(got, want) {
 		t.Errorf("the event gives %v back, want %v", got, want)
 	}
 	if got := p.writeInto("next", 9, 40, 2); !slices.Equal(got, []uint32{40, 2}) {
 		t.Errorf("the tokens lie in %v", got)
 	}
-	if got := p.removing("next"); !slices.Equal(got, []uint32{2, 40}) {
+	p.remove("next")
+	if got := p.returned(2); !slices.Equal(got, []uint32{2, 40}) {
 		t.Errorf("Remove gives %v back", got)
 	}
 
@@ -162,6 +168,152 @@ func TestEngineChoosesPages(t *testing.T) {
 	defer s.Close()
 	if got := s.Pages(); !slices.Equal(got, all) {
 		t.Errorf("the engine has %v", got)
+	}
+}
+
+// TestPagesOfACallThatWasGivenUp: whoever gave up waiting for Remove hears of its
+// pages all the same.
+func TestPagesOfACallThatWasGivenUp(t *testing.T) {
+	_, p := startChoosing(t, "prefill", nil)
+	for round := range 100 {
+		r := fmt.Sprintf("r%d", round)
+		p.ingest(r)
+		if _, err := p.Give(p.ctx(), &kvferrypb.GiveRequest{Grants: []*kvferrypb.Grant{grant(r, 5, 6, 7)}}); err != nil {
+			t.Fatalf("round %d: %v", round, err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(100+rand.IntN(600))*time.Microsecond)
+		_, err := p.Remove(ctx, &kvferrypb.RemoveRequest{Request: r})
+		cancel()
+		if err != nil {
+			p.remove(r)
+		}
+		if got := p.returned(3); !slices.Equal(got, []uint32{5, 6, 7}) {
+			t.Fatalf("round %d: %v came back", round, got)
+		}
+	}
+}
+
+// toldPages are those that an engine knows to be its own, and how often it was
+// told of each.
+type toldPages struct {
+	mu   sync.Mutex
+	told map[uint32]int
+}
+
+func (o *toldPages) add(pages ...uint32) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.told == nil {
+		o.told = make(map[uint32]int)
+	}
+	for _, p := range pages {
+		o.told[p]++
+	}
+}
+
+// check is nil when each page of an arena of 64 has been told once.
+func (o *toldPages) check() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for p, n := range o.told {
+		if n != 1 {
+			return fmt.Errorf("page %d was told %d times", p, n)
+		}
+	}
+	if len(o.told) != 63 {
+		return fmt.Errorf("%d pages of 63 were told", len(o.told))
+	}
+	return nil
+}
+
+// TestPagesOfASessionThatEnds: a session that is opened while calls of the one
+// before it let pages go hears of each page once.
+func TestPagesOfASessionThatEnds(t *testing.T) {
+	prefill, p := startChoosing(t, "prefill", nil)
+	old := p.Session
+	for round := range 20 {
+		var grants []*kvferrypb.Grant
+		for i := range uint32(30) {
+			r := fmt.Sprintf("r%d-%d", round, i)
+			if _, err := old.Ingest(p.ctx(), &kvferrypb.IngestRequest{Request: r}); err != nil {
+				t.Fatal(err)
+			}
+			grants = append(grants, grant(r, 1+2*i, 2+2*i))
+		}
+		if _, err := old.Give(p.ctx(), &kvferrypb.GiveRequest{Grants: grants}); err != nil {
+			t.Fatal(err)
+		}
+		var calls sync.WaitGroup
+		for _, g := range grants {
+			calls.Go(func() { _, _ = old.Remove(p.ctx(), &kvferrypb.RemoveRequest{Request: g.GetRequest()}) })
+		}
+		calls.Go(func() { _ = old.Close() }) // among them
+		var own toldPages
+		next := opened(t, prefill, client.OpenOptions{OnEvent: func(ev *kvferrypb.Event) { own.add(ev.GetPages()...) }})
+		for _, r := range next.Pages() {
+			for i := range r.Count {
+				own.add(uint32(r.First) + i)
+			}
+		}
+		calls.Wait()
+		await(t, "the new session to know all pages", func(context.Context) error { return own.check() })
+		old = next
+	}
+}
+
+// opened opens a session as soon as the node takes one.
+func opened(t *testing.T, n *member, o client.OpenOptions) (s *client.Session) {
+	t.Helper()
+	c := dial(t, n)
+	await(t, "the node to take a session", func(ctx context.Context) (err error) {
+		s, err = c.Open(ctx, o)
+		return err
+	})
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// TestOpenThatNobodyHears: an Open whose answer was lost keeps no other one out,
+// though there is one engine.
+func TestOpenThatNobodyHears(t *testing.T) {
+	n, p := startChoosing(t, "prefill", nil)
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
+	conn, err := grpc.NewClient("unix:"+n.Addresses().Engine, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	for name, open := range map[string]func(ctx context.Context) error{
+		"given up": func(ctx context.Context) error {
+			ctx, cancel := context.WithTimeout(ctx, time.Duration(100+rand.IntN(2000))*time.Microsecond)
+			defer cancel()
+			s, err := dial(t, n).Open(ctx, client.OpenOptions{})
+			if err != nil {
+				return nil // as it should be
+			}
+			return s.Close()
+		},
+		"without a stream": func(ctx context.Context) error {
+			_, err := kvferrypb.NewEngineClient(conn).Open(ctx, &kvferrypb.OpenRequest{})
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for range 20 {
+				if err := open(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				s, err := dial(t, n).Open(t.Context(), client.OpenOptions{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := s.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
 	}
 }
 

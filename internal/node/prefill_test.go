@@ -3,9 +3,12 @@ package node
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"pgregory.net/rapid"
 
 	"github.com/kvferry/kvferry/api/kvferrypb"
 	"github.com/kvferry/kvferry/internal/id"
@@ -269,6 +272,58 @@ func TestSessionEvents(t *testing.T) {
 	if events, _ = s.since(1 << 60); len(events) != 0 {
 		t.Errorf("%v", events)
 	}
+}
+
+// TestSessionKeepsEachPageOnce: the events that a session keeps name no more pages
+// than there are, whatever an engine does that acknowledges nothing, and none is lost
+// that it has not heard of, if it gives only pages that it has heard of.
+func TestSessionKeepsEachPageOnce(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const all = 20
+		s := newSession(time.Now(), "t", "e")
+		s.most = all
+		given := upTo(all) // to requests, by an engine that has heard everything up to heard
+		var heard uint64
+		for range rapid.IntRange(1, 200).Draw(t, "calls") {
+			switch rapid.IntRange(0, 5).Draw(t, "call") {
+			default: // some come back
+				given = rapid.Permutation(given).Draw(t, "given")
+				n := rapid.IntRange(0, len(given)).Draw(t, "back")
+				s.emit(&kvferrypb.Event{Kind: kvferrypb.Event_PAGES, Pages: given[:n]})
+				given = slices.Clone(given[n:])
+			case 0: // it hears of the next, and gives them again
+				events, _ := s.since(heard)
+				if len(events) == 0 {
+					continue
+				}
+				if heard++; events[0].GetSequence() != heard {
+					t.Fatalf("event %d is lost, the next is %d", heard, events[0].GetSequence())
+				}
+				given = append(given, events[0].GetPages()...)
+			case 1:
+				s.acknowledge(rapid.Uint64Range(0, heard).Draw(t, "after"))
+			}
+			kept := 0
+			events, _ := s.since(0)
+			for _, e := range events {
+				kept += len(e.GetPages())
+			}
+			if kept > all || kept != s.pages {
+				t.Fatalf("%d pages are kept, it counts %d, there are %d", kept, s.pages, all)
+			}
+		}
+		s.end()
+		if s.pages != 0 {
+			t.Errorf("%d pages are kept at the end", s.pages)
+		}
+	})
+}
+
+func upTo(n uint32) (list []uint32) {
+	for i := range n {
+		list = append(list, i)
+	}
+	return list
 }
 
 // TestSessionEndWaitsForItsCalls: nothing of a session begins after its end.

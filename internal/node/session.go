@@ -33,7 +33,7 @@ type sessions struct {
 
 	plans sync.Pool // of *manager.Plans: the buffers that plans are made in
 
-	told pagesTold
+	told sync.Mutex // orders what the engine is told of its pages; taken before mu
 
 	mu       sync.Mutex
 	byToken  map[string]*session
@@ -46,6 +46,7 @@ type session struct {
 	token  string
 	engine string
 	lane   manager.Lane    // never used again
+	most   int             // pages that its events name
 	ctx    context.Context //nolint:containedctx // the session's own life, ended by stop
 	stop   context.CancelCauseFunc
 	calls  sync.WaitGroup // those that are at work; Add under mu, never when ended
@@ -55,8 +56,10 @@ type session struct {
 	steps    map[manager.Token]*step
 	staged   *step              // of steps; nil: none
 	events   []*kvferrypb.Event // not acknowledged; their sequences have no gap
+	pages    int                // that they name
 	sequence uint64             // of the newest event
 	changed  chan struct{}      // closed at every event, then replaced
+	heard    bool               // an Events stream has stood
 	stream   chan struct{}      // the Events stream that stands, closed when another takes over; nil: none
 	detached time.Time          // since when none does
 }
@@ -64,7 +67,6 @@ type session struct {
 func newSessions(n *Node) *sessions {
 	return &sessions{
 		node: n, byToken: make(map[string]*session), requests: make(map[id.Request]*session),
-		told: pagesTold{resume: make(chan struct{}, 1)},
 	}
 }
 
@@ -79,6 +81,7 @@ func newSession(now time.Time, token, engine string) *session {
 
 func (ss *sessions) open(now time.Time, engine string) (*session, error) {
 	s := newSession(now, rand.Text(), engine)
+	s.most = ss.node.geometry.Layout.Pages
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
 	if len(ss.byToken) >= maxSessions {
@@ -185,6 +188,24 @@ func (ss *sessions) end(s *session, why string) {
 	n.log.Info("session ended", "engine", s.engine, "requests", len(requests), "steps", len(steps), "why", why)
 }
 
+// endUnheard ends sessions that no Events stream has reached yet: the answer to
+// their Open was lost.
+func (ss *sessions) endUnheard() {
+	ss.mu.Lock()
+	var all []*session
+	for _, s := range ss.byToken {
+		s.mu.Lock()
+		if !s.heard {
+			all = append(all, s)
+		}
+		s.mu.Unlock()
+	}
+	ss.mu.Unlock()
+	for _, s := range all {
+		ss.end(s, "another was opened, and it had no Events stream")
+	}
+}
+
 func (ss *sessions) endAll(why string) {
 	ss.mu.Lock()
 	all := make([]*session, 0, len(ss.byToken))
@@ -238,7 +259,7 @@ func (s *session) within(ctx context.Context) (context.Context, context.CancelFu
 func (s *session) end() (steps []manager.Token) {
 	s.mu.Lock()
 	s.ended = true
-	s.events = nil
+	s.forget(len(s.events))
 	s.mu.Unlock()
 	s.stop(errNoSession)
 	s.calls.Wait()
@@ -252,8 +273,10 @@ func (s *session) end() (steps []manager.Token) {
 	return steps
 }
 
-// emit queues an event; the session owns it. Over the bound the oldest is
-// lost, which its missing sequence tells.
+// emit queues an event; the session owns it. Over a bound the oldest is lost,
+// which its missing sequence tells. So is none that the engine has not heard of for
+// the pages that are named: one that is named twice was given in between, by an
+// engine that had heard of the first event, and so of the oldest.
 func (s *session) emit(e *kvferrypb.Event) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -262,8 +285,9 @@ func (s *session) emit(e *kvferrypb.Event) {
 	}
 	s.sequence++
 	e.Sequence = s.sequence
-	if len(s.events) >= maxEvents {
-		s.events = s.events[1:]
+	s.pages += len(e.GetPages())
+	for len(s.events) >= maxEvents || len(s.events) > 0 && s.pages > s.most {
+		s.forget(1)
 	}
 	s.events = append(s.events, e)
 	close(s.changed)
@@ -278,7 +302,7 @@ func (s *session) attach() (replaced <-chan struct{}) {
 	if s.stream != nil {
 		close(s.stream)
 	}
-	s.stream = make(chan struct{})
+	s.stream, s.heard = make(chan struct{}), true
 	return s.stream
 }
 
@@ -302,9 +326,16 @@ func (s *session) lost(now time.Time, grace time.Duration) bool {
 func (s *session) acknowledge(after uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	done := s.upTo(after)
-	clear(s.events[:done])
-	s.events = s.events[done:]
+	s.forget(s.upTo(after))
+}
+
+// forget drops the oldest events. s.mu is held.
+func (s *session) forget(count int) {
+	for _, e := range s.events[:count] {
+		s.pages -= len(e.GetPages())
+	}
+	clear(s.events[:count])
+	s.events = s.events[count:]
 }
 
 // upTo is how many of the events have a sequence of at most after. s.mu is held.

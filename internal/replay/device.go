@@ -44,8 +44,8 @@ func newDevice(m memory.Stager, l page.Layout) (*device, error) {
 	for b := range slices.Chunk(region.Bytes(), blockBytes) {
 		d.free <- b
 	}
-	if d.unpin, err = m.Pin(region.Bytes()); err != nil {
-		return nil, errors.Join(err, region.Close())
+	if d.unpin, err = m.Pin(region.Bytes()); err != nil { // it is copied all the same, slower
+		d.unpin = func() error { return nil }
 	}
 	return d, nil
 }

@@ -11,9 +11,9 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-func onDevice(t *testing.T, l page.Layout) (*device, memory.Arena, *transfertest.Device) {
+func onDevice(t *testing.T, l page.Layout, o transfertest.DeviceOptions) (*device, memory.Arena, *transfertest.Device) {
 	t.Helper()
-	emulated := transfertest.NewDevice(transfertest.DeviceOptions{})
+	emulated := transfertest.NewDevice(o)
 	a, err := emulated.Alloc(l.Bytes())
 	if err != nil {
 		t.Fatal(err)
@@ -48,7 +48,7 @@ func TestDeviceIsAsTheHost(t *testing.T) {
 	for name, l := range testLayouts() {
 		t.Run(name, func(t *testing.T) {
 			a := mustArena(t, l)
-			d, there, emulated := onDevice(t, l)
+			d, there, emulated := onDevice(t, l, transfertest.DeviceOptions{})
 			for i := range a.bytes {
 				a.bytes[i] = byte(i * 7)
 			}
@@ -92,7 +92,7 @@ func TestDeviceIsAsTheHost(t *testing.T) {
 // A device that dies ends what is written and what is looked at.
 func TestDeadDevice(t *testing.T) {
 	l := testLayouts()["NHD bf16"]
-	d, _, emulated := onDevice(t, l)
+	d, _, emulated := onDevice(t, l, transfertest.DeviceOptions{})
 	broken := errors.New("it has fallen off the bus")
 	emulated.Kill(broken)
 	pages, places := scattered(l, 3, 1)
@@ -101,5 +101,21 @@ func TestDeadDevice(t *testing.T) {
 	}
 	if _, _, _, err := d.check("r", stream{label: "main", forked: 3}, 0, slices.Clone(pages), 3); !errors.Is(err, broken) {
 		t.Errorf("check: %v", err)
+	}
+}
+
+// A device that pins no memory is slow, and takes and gives the same bytes.
+func TestDeviceThatPinsNothing(t *testing.T) {
+	l := testLayouts()["NHD bf16"]
+	d, _, emulated := onDevice(t, l, transfertest.DeviceOptions{Pin: errors.New("no more of it")})
+	pages, places := scattered(l, 3, 1)
+	if _, err := d.write(newPattern("r", "main", 0), 0, places); err != nil {
+		t.Fatal(err)
+	}
+	if looked, wrong, first, err := d.check("r", stream{label: "main", forked: 3}, 0, pages, 3); err != nil || looked == 0 || wrong != 0 {
+		t.Errorf("%d of %d bytes are wrong: %v, %v", wrong, looked, first, err)
+	}
+	if c := emulated.Counts(); c.Slow == 0 {
+		t.Errorf("nothing was slow: %+v", c)
 	}
 }

@@ -298,7 +298,7 @@ func (n *fakeNode) sendFiles() {
 		}
 		var token [32]byte
 		if _, err := io.ReadFull(conn, token[:]); err == nil {
-			_ = memory.SendFile(conn, []byte{0}, n.regions[token[0]].File())
+			_ = memory.SendFile(conn, []byte{kvferrypb.HandedFile}, n.regions[token[0]].File())
 		}
 		conn.Close()
 	}

@@ -17,7 +17,7 @@ import (
 
 // onDevices are settings of nodes with their arenas on a device.
 func onDevices(w *cudatest.World) []string {
-	return []string{"arena.memory=cuda:0", "arena.cuda_library=" + w.Library()}
+	return []string{"arena.memory=cuda:0", "arena.cuda_library=" + w.Library(), "transfer.staging=64MiB"}
 }
 
 // hostTransports are those by which arenas in host memory are read.
