@@ -31,7 +31,8 @@ func alone(t *testing.T, o cudatest.Options) bool {
 	}
 	cmd := exec.CommandContext(t.Context(), self, "-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=2m")
 	for _, e := range os.Environ() {
-		if !strings.HasPrefix(e, "KVFERRY_CUDA_WORLD=") {
+		// These options are the variant.
+		if !strings.HasPrefix(e, "KVFERRY_CUDA_WORLD=") && !strings.HasPrefix(e, "KVFERRY_CUDA_VARIANT=") {
 			cmd.Env = append(cmd.Env, e)
 		}
 	}
