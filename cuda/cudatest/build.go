@@ -53,11 +53,11 @@ func source(hide []string) (double.Source, error) {
 		}
 	}
 	var names, stubs, exports strings.Builder
-	stubs.WriteString("int unimplemented(int *call, const char *name);\n")
+	stubs.WriteString("int unsupported(int *call, const char *name);\n")
 	exports.WriteString("{\nglobal:\n")
 	for _, name := range calls() {
 		fmt.Fprintf(&names, "CALL(%s)\n", name)
-		fmt.Fprintf(&stubs, "__attribute__((weak)) int %[1]s(void) { static int call; return unimplemented(&call, \"%[1]s\"); }\n", name)
+		fmt.Fprintf(&stubs, "__attribute__((weak)) int %[1]s(void) { static int call; return unsupported(&call, \"%[1]s\"); }\n", name)
 		if !slices.Contains(hide, name) {
 			fmt.Fprintf(&exports, "\t%s;\n", name)
 		}

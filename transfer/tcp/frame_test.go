@@ -2,13 +2,9 @@ package tcp
 
 import (
 	"bytes"
-	"encoding/hex"
 	"errors"
 	"flag"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -16,30 +12,15 @@ import (
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
-// golden compares b with a file of testdata, as hexadecimal, 32 bytes a line.
+// golden is [transfertest.Golden].
 func golden(t *testing.T, name string, b []byte) {
 	t.Helper()
-	var text strings.Builder
-	for line := range slices.Chunk(b, 32) {
-		text.WriteString(hex.EncodeToString(line) + "\n")
-	}
-	path := filepath.Join("testdata", name+".golden")
-	if *update {
-		if err := os.WriteFile(path, []byte(text.String()), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if text.String() != string(want) {
-		t.Errorf("%s is\n%swant\n%s", name, &text, want)
-	}
+	transfertest.Golden(t, name, b, *update)
 }
 
 func TestFramesAreGolden(t *testing.T) {

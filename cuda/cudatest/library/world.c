@@ -259,7 +259,7 @@ CUresult enter(int *call, const char *name, bool context)
 }
 
 // What is in the header and not here.
-CUresult unimplemented(int *call, const char *name)
+CUresult unsupported(int *call, const char *name)
 {
 	CUresult r = enter(call, name, false);
 	return r ? r : CUDA_ERROR_NOT_SUPPORTED;
