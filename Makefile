@@ -54,7 +54,7 @@ bench: ## the figures of docs/benchmarks.md, which it writes
 	mv bin/benchmarks.md bin/benchmarks.svg docs/
 	@sed -n '/^## Promises/,/^## Method/p' docs/benchmarks.md
 	go test -run '^$$' -bench . -benchmem ./internal/page ./transfer ./manager ./api/wire
-	$(CUDA) go test -tags "$(TAGS)" -count=1 -v -run '^Test(ReadDepthIsMadeUpFor|SecondDeviceAdds|SlowDeviceCostsNothing|PagesAllocateNothing)$$' -bench 'Fill|Submit' ./transfer/rdmaread
+	$(CUDA) go test -tags "$(TAGS)" -count=1 -v -run '^Test(ReadDepthIsMadeUpFor|SecondDeviceAdds|SlowDeviceCostsNothing|PagesAllocateNothing|GatherWireAndScatterOverlap)$$' -bench 'Fill|Submit' ./transfer/rdmaread
 
 soak: ## the random tests for SOAK=10m each, under the race detector
 	$(CUDA) go test -race -count=1 -timeout 0 -tags "$(TAGS)" $$(grep -lrs '"soak"' --include=*_test.go . | xargs -n1 dirname | sort -u) -soak=$(SOAK)
