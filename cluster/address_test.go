@@ -43,7 +43,7 @@ func TestOptions(t *testing.T) {
 		}, "loopback"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			o := options("a", 1, "127.0.0.1:0")
+			o := options(t, "a", 1, anywhere())
 			o.Handler = &recorder{}
 			tt.change(&o)
 			c, err := Start(o)
@@ -59,7 +59,7 @@ func TestOptions(t *testing.T) {
 
 func TestAdvertise(t *testing.T) {
 	t.Parallel()
-	seed := launch(t, options("seed", 1, "127.0.0.1:0"))
+	seed := launch(t, options(t, "seed", 1, anywhere()))
 	life := id.Incarnation(0)
 	for name, tt := range map[string]struct {
 		bind, advertise string
@@ -70,12 +70,12 @@ func TestAdvertise(t *testing.T) {
 		"the bound one":                   {"127.0.0.64:0", "", "127.0.0.64"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			o := options("b", 1, tt.bind, seed.Gossip().String())
+			o := options(t, "b", 1, tt.bind, seed.Gossip().String())
 			if tt.advertise != "" {
 				o.Advertise = netip.MustParseAddrPort(tt.advertise)
 			}
 			life++
-			o.Life.Incarnation = life
+			o.Label, o.Life.Incarnation = seed.keys.label, life
 			b := launch(t, o)
 			joined(t, b)
 			if got := b.Gossip(); got.Addr().String() != tt.want || got.Port() != b.bound.Port() {

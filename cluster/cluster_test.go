@@ -16,9 +16,11 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/hashicorp/memberlist"
 	"go.uber.org/goleak"
 
 	"github.com/kvferry/kvferry/internal/id"
@@ -28,7 +30,7 @@ func TestMain(m *testing.M) {
 	code := m.Run()
 	// A probe of memberlist's may outlive its cluster by its longest interval.
 	var err error
-	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); {
+	for end := time.Now().Add(patience); time.Now().Before(end); {
 		if err = goleak.Find(); err == nil {
 			break
 		}
@@ -40,15 +42,19 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// within polls until ok or the deadline.
-func within(t testing.TB, d time.Duration, what string, ok func() bool) time.Duration {
+// patience is how long what must happen may take a starved machine: what takes
+// longer hangs. Claims about time are pulse's.
+const patience = 2 * time.Minute
+
+// within polls until ok, and fails when patience is over.
+func within(t testing.TB, what string, ok func() bool) time.Duration {
 	t.Helper()
 	begin := time.Now()
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()
 	for !ok() {
-		if time.Since(begin) > d {
-			t.Fatalf("not within %v: %s", d, what)
+		if time.Since(begin) > patience {
+			t.Fatalf("not within %v: %s", patience, what)
 		}
 		<-tick.C
 	}
@@ -131,13 +137,28 @@ func (m member) about(node id.Node) []string { return m.heard.about(node) }
 func (m member) has(item string) bool        { return m.heard.has(item) }
 func (m member) merged(state string) bool    { return m.heard.merged(state) }
 
-func options(node id.Node, incarnation id.Incarnation, bind string, seeds ...string) Options {
+// options have the test's own label: where a member has died, one of another
+// test may listen, and be called. Such a member finds nobody dead, unless a test
+// is about that: a starved machine would let it find live ones dead.
+func options(t testing.TB, node id.Node, incarnation id.Incarnation, bind string, seeds ...string) Options {
 	return Options{
-		Life: id.Life{Node: node, Incarnation: incarnation},
+		Life: id.Life{Node: node, Incarnation: incarnation}, Label: label(t),
 		Meta: Meta{Role: "both", Group: id.Group(node), Fingerprint: 7},
-		Bind: netip.MustParseAddrPort(bind), Join: seeds, Fast: true,
+		Bind: netip.MustParseAddrPort(bind), Join: seeds, Fast: true, tune: trusting,
 	}
 }
+
+func label(t testing.TB) string { return fmt.Sprintf("%x", id.Node(t.Name()).Hash()) }
+
+func trusting(m *memberlist.Config) { m.ProbeInterval = 0 }
+
+// probing has a member find the dead, in a second or two, and on a starved
+// machine perhaps live ones; slowly gives those some seconds more to say so.
+func probing(_ int, o *Options) { o.tune = hasty }
+
+func hasty(m *memberlist.Config) { m.SuspicionMult, m.SuspicionMaxTimeoutMult = 4, 6 }
+
+func slowly(_ int, o *Options) { o.tune = nil }
 
 func launch(t testing.TB, o Options) member {
 	t.Helper()
@@ -160,7 +181,7 @@ func group(t testing.TB, n int, change func(i int, o *Options)) []member {
 	t.Helper()
 	var all []member
 	for i := range n {
-		o := options(id.Node(fmt.Sprint("n", i)), 1, "127.0.0.1:0")
+		o := options(t, id.Node(fmt.Sprint("n", i)), 1, anywhere())
 		if i > 0 {
 			o.Join = []string{all[0].Gossip().String()}
 		}
@@ -171,36 +192,35 @@ func group(t testing.TB, n int, change func(i int, o *Options)) []member {
 	}
 	for _, m := range all {
 		joined(t, m)
-		within(t, 15*time.Second, "all see all", func() bool { return len(m.Members()) == n })
+		within(t, "all see all", func() bool { return len(m.Members()) == n })
 	}
 	return all
 }
 
 func joined(t testing.TB, m member) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
-	defer cancel()
-	if err := m.Joined(ctx); err != nil {
-		t.Fatal(err)
-	}
+	must(t, m.Joined(soon(t)))
+}
+
+var places atomic.Uint32
+
+// anywhere is any port of a loopback address that nobody else has, so that who
+// comes back to the port finds it free.
+func anywhere() string {
+	n := places.Add(1)
+	return fmt.Sprintf("127.62.%d.%d:0", n>>8&0xff, n&0xff)
 }
 
 // free returns an address that nobody listens on.
 func free(t testing.TB) string {
 	t.Helper()
-	tcp, udp, err := listen(netip.MustParseAddrPort("127.0.0.62:0"))
+	tcp, udp, err := listen(mustAddr(anywhere()))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer tcp.Close()
 	defer udp.Close()
 	return tcp.Addr().String()
-}
-
-// apart binds members where no connection of another test takes their port, so
-// that they can come back to it.
-func apart(t testing.TB) func(int, *Options) {
-	return func(_ int, o *Options) { o.Bind = mustAddr(free(t)) }
 }
 
 func sees(m member, l id.Life) bool {
@@ -244,12 +264,12 @@ func TestAloneIsJoined(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := launch(t, options("a", 1, "127.0.0.1:0")).Joined(ctx); err != nil {
+	if err := launch(t, options(t, "a", 1, anywhere())).Joined(ctx); err != nil {
 		t.Errorf("without seeds: %v", err)
 	}
 	// The first of a cluster may find only itself among the seeds.
 	addr := free(t)
-	joined(t, launch(t, options("a", 1, addr, addr)))
+	joined(t, launch(t, options(t, "a", 1, addr, addr)))
 }
 
 // The visible part of a publication without a target: an item is on one node
@@ -257,6 +277,7 @@ func TestAloneIsJoined(t *testing.T) {
 func TestItemsTravel(t *testing.T) {
 	t.Parallel()
 	const n, rate, count = 8, 500, 500
+	p := feel(t)
 	var mu sync.Mutex
 	begin := make([]time.Time, count)
 	chosen := make([]int, count)
@@ -293,42 +314,53 @@ func TestItemsTravel(t *testing.T) {
 	for k := range count {
 		<-tick.C
 		from := k % n
-		item := make([]byte, 120)
-		binary.BigEndian.PutUint32(item, uint32(k))
 		mu.Lock()
 		begin[k] = time.Now()
 		chosen[k] = (from + 1 + rand.IntN(n-1)) % n
 		seen[from][uint32(k)] = true
 		mu.Unlock()
-		if err := all[from].Broadcast(item); err != nil {
-			t.Fatal(err)
-		}
+		must(t, all[from].Broadcast(numbered(uint32(k), 120)))
 	}
 	// Nothing promises all of them; the few that both push and ring missed are
-	// repaired by their owner, which is not here.
-	within(t, 10*time.Second, "97 of 100 items on the node that was chosen", func() bool {
+	// repaired by their owner, which is this test.
+	repaired, last := -1, time.Now()
+	within(t, "all items are on the node that was chosen", func() bool {
 		mu.Lock()
-		defer mu.Unlock()
-		return len(took) >= count*97/100
+		var missing []int
+		for k := range count {
+			if !seen[chosen[k]][uint32(k)] {
+				missing = append(missing, k)
+			}
+		}
+		mu.Unlock()
+		if len(missing) > 0 && time.Since(last) > time.Second {
+			last = time.Now()
+			if repaired < 0 {
+				repaired = len(missing)
+			}
+			for _, k := range missing {
+				must(t, all[k%n].Broadcast(numbered(uint32(k), 120)))
+			}
+		}
+		return len(missing) == 0
 	})
+	p.claim(t, repaired <= count*3/100, "%d of %d items had to be repaired", repaired, count)
 	mu.Lock()
 	defer mu.Unlock()
 	slices.Sort(took)
 	p50, p99 := took[len(took)/2], took[len(took)*99/100]
 	t.Logf("%d items at %d/s to %d members: %d on the chosen one, p50 %v, p99 %v", count, rate, n, len(took), p50, p99)
-	if p50 > 250*time.Millisecond {
-		t.Errorf("p50 %v", p50)
-	}
+	p.claim(t, p50 <= 250*time.Millisecond, "p50 %v", p50)
 }
 
 func TestRingReachesMembers(t *testing.T) {
 	t.Parallel()
 	all := group(t, 3, nil)
 	all[0].calls.ring.add([][]byte{[]byte("again")}, 20)
-	within(t, 10*time.Second, "both others have what only the ring offers", func() bool {
+	within(t, "both others have what only the ring offers", func() bool {
 		return all[1].has("again") && all[2].has("again")
 	})
-	within(t, 10*time.Second, "the ring is empty", func() bool { return all[0].Stats().Ring == 0 })
+	within(t, "the ring is empty", func() bool { return all[0].Stats().Ring == 0 })
 }
 
 func TestSend(t *testing.T) {
@@ -341,7 +373,7 @@ func TestSend(t *testing.T) {
 	if err := all[0].Send("n1", items...); err != nil {
 		t.Fatal(err)
 	}
-	within(t, 5*time.Second, "all items are there", func() bool {
+	within(t, "all items are there", func() bool {
 		return !slices.ContainsFunc(items, func(b []byte) bool { return !all[1].has(string(b)) })
 	})
 	if all[2].has(string(items[0])) {
@@ -364,7 +396,7 @@ func TestSend(t *testing.T) {
 
 func TestBroadcastRefuses(t *testing.T) {
 	t.Parallel()
-	c := launch(t, options("a", 1, "127.0.0.1:0"))
+	c := launch(t, options(t, "a", 1, anywhere()))
 	if err := c.Broadcast(make([]byte, MaxItem+1)); !errors.Is(err, ErrTooLong) {
 		t.Errorf("too long: %v", err)
 	}
@@ -405,7 +437,7 @@ func TestLongestItemTravels(t *testing.T) {
 	if n := all[0].Stats().RingDropped; n == 0 {
 		t.Error("an item that is never offered was not counted")
 	}
-	within(t, 10*time.Second, "both long items", func() bool { return all[1].has(pushed) && all[1].has(again) })
+	within(t, "both long items", func() bool { return all[1].has(pushed) && all[1].has(again) })
 	if room := offerBytes(Options{Label: "a label of the usual length", Ring: Ring{Keys: keys}}); room < 4+MaxItem {
 		t.Errorf("room for %d bytes: the longest item is never offered again", room)
 	}
@@ -414,10 +446,11 @@ func TestLongestItemTravels(t *testing.T) {
 // An overload is refused, not queued, and nobody is taken for dead.
 func TestFlood(t *testing.T) {
 	t.Parallel()
-	all := group(t, 3, nil)
+	p, start := feel(t), time.Now()
+	all := group(t, 3, probing)
 	item := make([]byte, MaxItem)
 	full, most, slow := 0, 0, 0
-	for end := time.Now().Add(time.Second); time.Now().Before(end); {
+	for end := time.Now().Add(time.Second); time.Now().Before(end) || full == 0 && time.Since(start) < patience; {
 		begin := time.Now()
 		err := all[0].Broadcast(item)
 		if time.Since(begin) > 100*time.Millisecond {
@@ -432,9 +465,7 @@ func TestFlood(t *testing.T) {
 		}
 		most = max(most, all[0].Stats().Outbox)
 	}
-	if slow > 3 { // a starved machine may stop anything now and then
-		t.Errorf("broadcast blocked %d times", slow)
-	}
+	p.claim(t, slow <= 3, "broadcast blocked %d times", slow)
 	s := all[0].Stats()
 	if full == 0 || s.ItemsDropped != uint64(full) {
 		t.Errorf("%d items refused, %d counted", full, s.ItemsDropped)
@@ -442,48 +473,46 @@ func TestFlood(t *testing.T) {
 	if most*MaxItem > outboxBytes || s.Ring > ringItems {
 		t.Errorf("outbox held %d items, ring %d", most, s.Ring)
 	}
-	if limit := uint64(3 * (pushRate + pushBurst)); s.BytesOut > limit {
-		t.Errorf("%d bytes out in a second, want at most %d", s.BytesOut, limit)
+	took := time.Since(start)
+	if limit := uint64(3 * (pushRate*max(1, took.Seconds()) + pushBurst)); s.BytesOut > limit {
+		t.Errorf("%d bytes out in %v, want at most %d", s.BytesOut, took, limit)
 	}
-	within(t, 10*time.Second, "the outbox is empty", func() bool { return all[0].Stats().Outbox == 0 })
-	for i, m := range all {
-		for _, e := range m.about(id.Node(fmt.Sprint("n", (i+1)%3))) {
-			if strings.HasPrefix(e, "left") {
-				t.Errorf("n%d: %s", i, e)
-			}
-		}
+	within(t, "the outbox is empty", func() bool { return all[0].Stats().Outbox == 0 })
+	for _, m := range all {
+		lost := losses(m)
+		p.claim(t, lost == nil, "%s lost members: %v", m.Life(), lost)
 	}
 }
 
 func TestStateIsMerged(t *testing.T) {
 	t.Parallel()
-	a := launch(t, options("a", 1, "127.0.0.1:0"))
+	a := launch(t, options(t, "a", 1, anywhere()))
 	first := []byte("state of a")
 	if err := a.SetState(first); err != nil {
 		t.Fatal(err)
 	}
 	first[0] = 'X' // it was copied
-	b := launch(t, options("b", 1, "127.0.0.1:0", a.Gossip().String()))
+	b := launch(t, options(t, "b", 1, anywhere(), a.Gossip().String()))
 	joined(t, b)
-	within(t, 5*time.Second, "a's state at b, at join", func() bool { return b.merged("state of a") })
+	within(t, "a's state at b, at join", func() bool { return b.merged("state of a") })
 	if err := b.SetState([]byte("state of b")); err != nil {
 		t.Fatal(err)
 	}
-	within(t, 10*time.Second, "b's state at a, later", func() bool { return a.merged("state of b") })
+	within(t, "b's state at a, later", func() bool { return a.merged("state of b") })
 }
 
 func TestKilledMemberIsHidden(t *testing.T) {
 	t.Parallel()
-	all := group(t, 4, nil)
+	p := feel(t)
+	all := group(t, 4, probing)
 	victim := all[3]
 	victim.Close()
-	took := within(t, 15*time.Second, "it is gone everywhere", func() bool {
+	took := within(t, "it is gone everywhere", func() bool {
 		return !slices.ContainsFunc(all[:3], func(m member) bool { return sees(m, victim.Life()) })
 	})
 	t.Logf("hidden everywhere after %v", took)
 	for i, m := range all[:3] {
-		want := []string{"joined n3.1", "left n3.1 graceful=false"}
-		within(t, time.Second, "the handler was told", func() bool { return slices.Equal(m.about("n3"), want) })
+		p.told(t, m, "n3", "joined n3.1", "left n3.1 graceful=false")
 		if err := m.Send("n3", []byte("x")); !errors.Is(err, ErrUnknownMember) {
 			t.Errorf("n%d: send to the dead: %v", i, err)
 		}
@@ -492,43 +521,40 @@ func TestKilledMemberIsHidden(t *testing.T) {
 
 func TestLeaveIsGraceful(t *testing.T) {
 	t.Parallel()
+	p := feel(t)
 	all := group(t, 4, nil)
 	leaver := all[3]
 	if err := leaver.Broadcast([]byte("last words")); err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
-	defer cancel()
 	begin := time.Now()
-	if err := leaver.Leave(ctx); err != nil {
-		t.Fatal(err)
-	}
+	p.leave(t, leaver)
 	for _, m := range all[:3] {
-		within(t, 5*time.Second, "it is gone", func() bool { return !sees(m, leaver.Life()) })
-		within(t, 5*time.Second, "its last item is there", func() bool { return m.has("last words") })
+		within(t, "it is gone", func() bool { return !sees(m, leaver.Life()) })
+		within(t, "its last item is there", func() bool { return m.has("last words") })
 	}
 	t.Logf("hidden everywhere after %v", time.Since(begin))
-	if err := leaver.Leave(ctx); err != nil {
+	if err := leaver.Leave(t.Context()); err != nil {
 		t.Errorf("leave again: %v", err)
 	}
 	leaver.Close()
 	for _, m := range all[:3] {
-		want := []string{"joined n3.1", "left n3.1 graceful=true"}
-		within(t, time.Second, "the handler was told", func() bool { return slices.Equal(m.about("n3"), want) })
+		p.told(t, m, "n3", "joined n3.1", "left n3.1 graceful=true")
 	}
 }
 
 func TestRestartOnTheSameAddress(t *testing.T) {
 	t.Parallel()
-	all := group(t, 3, apart(t))
+	p := feel(t)
+	all := group(t, 3, probing)
 	last := all[2]
 	var slowest time.Duration
 	want := []string{"joined n2.1"}
 	for i := id.Incarnation(2); i <= 21; i++ {
 		last.Close()
-		o := options("n2", i, last.Gossip().String(), all[0].Gossip().String())
+		o := options(t, "n2", i, last.Gossip().String(), all[0].Gossip().String())
 		last = launch(t, o)
-		took := within(t, 5*time.Second, "the new life is everywhere", func() bool {
+		took := within(t, "the new life is everywhere", func() bool {
 			return sees(all[0], last.Life()) && sees(all[1], last.Life())
 		})
 		slowest = max(slowest, took)
@@ -538,71 +564,66 @@ func TestRestartOnTheSameAddress(t *testing.T) {
 	for _, m := range all[:2] {
 		// A probe may have found a life dead before the next one began, which
 		// makes no difference to what the handler is told.
-		within(t, time.Second, "all lives came and went in order", func() bool { return slices.Equal(m.about("n2"), want) })
+		p.told(t, m, "n2", want...)
 		if got := names(m); got != "n0.1 n1.1 n2.21" {
 			t.Errorf("members: %s", got)
 		}
 	}
 	joined(t, last)
 	// memberlist now finds the former lives dead, one by one; none of that is heard.
-	within(t, 15*time.Second, "memberlist has buried one", func() bool { return all[0].list.NumMembers() < 23 })
-	if got := all[0].about("n2"); !slices.Equal(got, want) {
-		t.Errorf("after their deaths: %v", got)
-	}
+	within(t, "memberlist has buried one", func() bool { return all[0].list.NumMembers() < 23 })
+	p.told(t, all[0], "n2", want...)
 }
 
 func TestRestartOnAnotherAddress(t *testing.T) {
 	t.Parallel()
+	p := feel(t)
 	all := group(t, 4, nil)
 	all[3].Close()
-	again := launch(t, options("n3", 2, "127.0.0.1:0", all[1].Gossip().String()))
-	took := within(t, 5*time.Second, "the new life is everywhere", func() bool {
+	again := launch(t, options(t, "n3", 2, anywhere(), all[1].Gossip().String()))
+	took := within(t, "the new life is everywhere", func() bool {
 		return !slices.ContainsFunc(all[:3], func(m member) bool { return !sees(m, again.Life()) })
 	})
 	t.Logf("visible everywhere after %v", took)
-	want := []string{"joined n3.1", "left n3.1 graceful=false", "joined n3.2"}
-	for i, m := range all[:3] {
-		if got := m.about("n3"); !slices.Equal(got, want) {
-			t.Errorf("n%d: %v, want %v", i, got, want)
-		}
+	for _, m := range all[:3] {
+		p.told(t, m, "n3", "joined n3.1", "left n3.1 graceful=false", "joined n3.2")
 		if err := m.Send("n3", []byte("hello")); err != nil {
 			t.Error(err)
 		}
 	}
-	within(t, 5*time.Second, "it is reached at the new address", func() bool { return again.has("hello") })
+	within(t, "it is reached at the new address", func() bool { return again.has("hello") })
 }
 
 // Join is retried until somebody is there, and one that is mute harms nobody.
 func TestSeedThatIsLate(t *testing.T) {
 	t.Parallel()
+	p := feel(t)
 	late := free(t)
 	mute, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer mute.Close()
-	b := launch(t, options("b", 1, "127.0.0.1:0", late, mute.Addr().String()))
-	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
-	defer cancel()
-	if err := b.Joined(ctx); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), late) {
-		t.Errorf("nobody there: %v, want a timeout that names the seed", err)
+	b := launch(t, options(t, "b", 1, anywhere(), late, mute.Addr().String()))
+	if err := b.Joined(brief(t)); !errors.Is(err, errImpatient) || !strings.Contains(err.Error(), late) {
+		t.Errorf("nobody there: %v, want an error that names the seed", err)
 	}
-	a := launch(t, options("a", 1, late))
+	a := launch(t, options(t, "a", 1, late))
 	joined(t, b)
 	if !sees(a, b.Life()) {
 		t.Errorf("a does not list b: %s", names(a))
 	}
 	begin := time.Now()
 	b.Close() // in the midst of a call to the mute one
-	if took := time.Since(begin); took > 3*time.Second {
-		t.Errorf("close took %v", took)
-	}
+	took := time.Since(begin)
+	p.claim(t, took <= 3*time.Second, "close took %v", took)
 }
 
 // A member that missed our announcement is called, long before memberlist's
 // next exchange of states.
 func TestDeafMemberIsCalled(t *testing.T) {
 	t.Parallel()
+	p := feel(t)
 	slow := func(_ int, o *Options) { o.Fast = false }
 	all := group(t, 2, slow)
 	limit := func(n int) {
@@ -611,17 +632,17 @@ func TestDeafMemberIsCalled(t *testing.T) {
 		all[1].calls.roster.maxNodes = n
 	}
 	limit(0)
-	o := options("late", 1, "127.0.0.1:0", all[0].Gossip().String())
+	o := options(t, "late", 1, anywhere(), all[0].Gossip().String())
 	slow(0, &o)
 	late := launch(t, o)
 	joined(t, late)
 	// More often than memberlist repeats itself: it is called again and again.
-	within(t, 15*time.Second, "it was refused", func() bool { return all[1].Stats().Refused > 12 })
+	within(t, "it was refused", func() bool { return all[1].Stats().Refused > 12 })
 	if sees(all[1], late.Life()) {
 		t.Fatal("it was not refused")
 	}
 	limit(maxNodes)
-	took := within(t, 8*time.Second, "all see it", func() bool { return sees(all[1], late.Life()) })
+	took := p.within(t, 8*time.Second, "all see it", func() bool { return sees(all[1], late.Life()) })
 	t.Logf("called after %v", took)
 }
 
@@ -629,12 +650,12 @@ func TestDeafMemberIsCalled(t *testing.T) {
 // member brings the two sides together.
 func TestLostMemberIsCalledBack(t *testing.T) {
 	t.Parallel()
-	all := group(t, 2, apart(t))
+	all := group(t, 2, probing)
 	addr := all[1].Gossip().String()
 	all[1].Close()
-	within(t, 15*time.Second, "it is lost", func() bool { return len(all[0].Members()) == 1 })
-	again := launch(t, options("n1", 2, addr)) // without seeds: it calls nobody
-	within(t, 10*time.Second, "they found each other", func() bool {
+	within(t, "it is lost", func() bool { return len(all[0].Members()) == 1 })
+	again := launch(t, options(t, "n1", 2, addr)) // without seeds: it calls nobody
+	within(t, "they found each other", func() bool {
 		return sees(all[0], again.Life()) && sees(again, all[0].Life())
 	})
 }
@@ -643,34 +664,36 @@ func TestLostMemberIsCalledBack(t *testing.T) {
 // not only when the next call is due after seconds.
 func TestLostMemberIsCalledSoon(t *testing.T) {
 	t.Parallel()
-	all := group(t, 2, func(_ int, o *Options) { o.Bind, o.Fast = mustAddr(free(t)), false })
+	p := feel(t)
+	all := group(t, 2, func(_ int, o *Options) { o.Fast, o.tune = false, hasty })
 	addr := all[1].Gossip().String()
 	all[1].Close()
-	within(t, 20*time.Second, "it is lost", func() bool { return len(all[0].Members()) == 1 })
+	within(t, "it is lost", func() bool { return len(all[0].Members()) == 1 })
 	if wait, ok := all[0].soon(); !ok || wait > time.Second {
 		t.Errorf("the next call is after %v, %v, want 1s at most", wait, ok)
 	}
-	o := options("n1", 2, addr)
+	o := options(t, "n1", 2, addr)
 	o.Fast = false
 	again := launch(t, o)
-	took := within(t, 4*time.Second, "they found each other", func() bool {
+	took := p.within(t, 4*time.Second, "they found each other", func() bool {
 		return sees(all[0], again.Life()) && sees(again, all[0].Life())
 	})
 	t.Logf("found after %v", took)
-	within(t, time.Second, "nobody is missed any more", func() bool { _, ok := all[0].soon(); return !ok })
+	within(t, "nobody is missed any more", func() bool { _, ok := all[0].soon(); return !ok })
 }
 
 // Who is told that a new life answers at a member's address calls it at once.
 func TestCall(t *testing.T) {
 	t.Parallel()
-	all := group(t, 2, func(_ int, o *Options) { o.Bind, o.Fast = mustAddr(free(t)), false })
+	p := feel(t)
+	all := group(t, 2, func(_ int, o *Options) { o.Fast = false })
 	addr := all[1].Gossip().String()
 	all[1].Close()
-	o := options("n1", 2, addr)
+	o := options(t, "n1", 2, addr)
 	o.Fast = false
 	again := launch(t, o)
 	all[0].Call("n1")
-	took := within(t, time.Second, "the new life is a member", func() bool { return sees(all[0], again.Life()) })
+	took := p.within(t, time.Second, "the new life is a member", func() bool { return sees(all[0], again.Life()) })
 	t.Logf("a member after %v", took)
 	all[0].Call("nobody")
 	all[0].Close()
@@ -705,25 +728,26 @@ func (l *lines) with(text string) int {
 func TestNotJoinedIsSaid(t *testing.T) {
 	t.Parallel()
 	seed := free(t)
-	o := options("b", 1, "127.0.0.1:0", seed)
+	o := options(t, "b", 1, anywhere(), seed)
 	var log lines
 	o.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	begin := time.Now()
 	b := launch(t, o)
-	within(t, 5*time.Second, "it warns", func() bool { return log.with("not joined yet") > 0 })
+	within(t, "it warns", func() bool { return log.with("not joined yet") > 0 })
 	if log.with("level=WARN msg=\"not joined yet\"") == 0 || log.with("connection refused") == 0 {
 		t.Errorf("the log says %s", log.out.String())
 	}
 	if err := b.NotJoined(); !errors.Is(err, errUnlisted) || !strings.Contains(err.Error(), seed) || strings.Contains(err.Error(), "\n") {
 		t.Errorf("NotJoined is %v, want what failed last, in one line", err)
 	}
-	within(t, 6*time.Second, "it warns again", func() bool { return log.with("not joined yet") > 1 })
-	launch(t, options("a", 1, seed))
+	within(t, "it warns again", func() bool { return log.with("not joined yet") > 1 })
+	launch(t, options(t, "a", 1, seed))
 	joined(t, b)
 	if err := b.NotJoined(); err != nil {
 		t.Errorf("NotJoined is %v once it has", err)
 	}
-	if n := log.with("not joined yet"); n > 3 {
-		t.Errorf("it was said %d times", n)
+	if n, took := log.with("not joined yet"), time.Since(begin); n > 1+int(took/timings(true).remind) {
+		t.Errorf("it was said %d times in %v", n, took)
 	}
 }
 
@@ -743,16 +767,16 @@ func TestStrangersAreCounted(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			o := options("seed", 1, "127.0.0.1:0")
+			o := options(t, "seed", 1, anywhere())
 			o.Ring.Keys, o.Label = tt.seed.keys, tt.seed.label
 			seed := launch(t, o)
-			o = options("stranger", 1, "127.0.0.1:0", seed.Gossip().String())
+			o = options(t, "stranger", 1, anywhere(), seed.Gossip().String())
 			o.Ring.Keys, o.Label = tt.stranger.keys, tt.stranger.label
 			stranger := launch(t, o)
-			within(t, 10*time.Second, "its call is counted", func() bool { return seed.Stats().BadMessages > 0 })
+			within(t, "its call is counted", func() bool { return seed.Stats().BadMessages > 0 })
 			stranger.joining.stop() // from here on it says nothing by itself
 			before := seed.Stats().BadMessages
-			within(t, 10*time.Second, "a packet is counted", func() bool {
+			within(t, "a packet is counted", func() bool {
 				stranger.list.SendToAddress(addressOf(seed), encodeItems([][]byte{[]byte("x")}))
 				return seed.Stats().BadMessages > before+4
 			})
@@ -764,11 +788,11 @@ func TestTwoWithOneName(t *testing.T) {
 	t.Parallel()
 	all := group(t, 2, nil)
 	seed := all[0].Gossip().String()
-	low := launch(t, options("twin", 5, "127.0.0.1:0", seed))
+	low := launch(t, options(t, "twin", 5, anywhere(), seed))
 	joined(t, low)
-	high := launch(t, options("twin", 9, "127.0.0.1:0", seed))
+	high := launch(t, options(t, "twin", 9, anywhere(), seed))
 	joined(t, high)
-	within(t, 10*time.Second, "the lower one is fenced", func() bool { return fenced(low) })
+	within(t, "the lower one is fenced", func() bool { return fenced(low) })
 	if err := low.Broadcast([]byte("x")); !errors.Is(err, ErrFenced) {
 		t.Errorf("broadcast of the fenced: %v", err)
 	}
@@ -779,7 +803,7 @@ func TestTwoWithOneName(t *testing.T) {
 		t.Errorf("newest is %d, want 9", low.Newest())
 	}
 	for _, m := range all {
-		within(t, 10*time.Second, "only the higher one is a member", func() bool { return sees(m, high.Life()) && !sees(m, low.Life()) })
+		within(t, "only the higher one is a member", func() bool { return sees(m, high.Life()) && !sees(m, low.Life()) })
 	}
 	if fenced(high) {
 		t.Error("the higher one is fenced")
@@ -802,13 +826,13 @@ func fenced(m member) bool {
 // others which incarnation it had, even if they have found it dead.
 func TestClockSetBack(t *testing.T) {
 	t.Parallel()
-	all := group(t, 2, nil)
+	all := group(t, 2, probing)
 	seed := all[0].Gossip().String()
-	old := launch(t, options("c", 1000, "127.0.0.1:0", seed))
+	old := launch(t, options(t, "c", 1000, anywhere(), seed))
 	joined(t, old)
 	old.Close()
-	within(t, 15*time.Second, "it is lost", func() bool { return !sees(all[0], old.Life()) })
-	young := launch(t, options("c", 500, "127.0.0.1:0", seed))
+	within(t, "it is lost", func() bool { return !sees(all[0], old.Life()) })
+	young := launch(t, options(t, "c", 500, anywhere(), seed))
 	if err := young.Joined(t.Context()); !errors.Is(err, ErrFenced) {
 		t.Fatalf("joined: %v, want fenced", err)
 	}
@@ -817,9 +841,10 @@ func TestClockSetBack(t *testing.T) {
 		t.Fatalf("newest is %d, want 1000", newest)
 	}
 	young.Close()
-	next := launch(t, options("c", newest+1, "127.0.0.1:0", seed))
+	next := launch(t, options(t, "c", newest+1, anywhere(), seed))
 	joined(t, next)
-	if sees(all[0], young.Life()) || !sees(all[0], next.Life()) {
+	within(t, "the next life is a member", func() bool { return sees(all[0], next.Life()) })
+	if sees(all[0], young.Life()) {
 		t.Errorf("members: %s", names(all[0]))
 	}
 }
@@ -840,25 +865,23 @@ func TestStrangersStayOutside(t *testing.T) {
 		"wrong-label": {[][]byte{key}, "two"},
 		"no-label":    {[][]byte{key}, ""},
 	} {
-		o := options(id.Node(name), 1, "127.0.0.1:0", seed)
+		o := options(t, id.Node(name), 1, anywhere(), seed)
 		o.Ring.Keys, o.Label = tt.keys, tt.label
 		strangers[name] = launch(t, o)
 	}
 	// One with the second key of a ring in rotation is no stranger.
-	o := options("friend", 1, "127.0.0.1:0", seed)
+	o := options(t, "friend", 1, anywhere(), seed)
 	o.Ring.Keys, o.Label = [][]byte{key, other}, "one"
 	joined(t, launch(t, o))
 	for name, s := range strangers {
-		within(t, 10*time.Second, name+" has tried", func() bool {
+		within(t, name+" has tried", func() bool {
 			s.joining.mu.Lock()
 			defer s.joining.mu.Unlock()
 			return s.joining.last != nil
 		})
-		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-		if err := s.Joined(ctx); err == nil {
+		if err := s.Joined(brief(t)); err == nil {
 			t.Errorf("%s joined", name)
 		}
-		cancel()
 		if len(s.Members()) != 1 || s.merged("secret") {
 			t.Errorf("%s sees %s", name, names(s))
 		}
@@ -867,7 +890,7 @@ func TestStrangersStayOutside(t *testing.T) {
 		s.list.SendToAddress(addressOf(all[0]), encodeCall(kindBye, 1, all[1].Life(), all[1].Gossip()))
 	}
 	for _, m := range all {
-		within(t, 5*time.Second, "only friends are members", func() bool { return names(m) == "friend.1 n0.1 n1.1" })
+		within(t, "only friends are members", func() bool { return names(m) == "friend.1 n0.1 n1.1" })
 		for name := range strangers {
 			if m.has("forged by "+name) || m.about(id.Node(name)) != nil {
 				t.Errorf("%s was heard", name)
@@ -885,9 +908,13 @@ func heap() uint64 {
 }
 
 func TestCloseEndsEverything(t *testing.T) {
-	seed := launch(t, options("seed", 1, "127.0.0.1:0"))
+	o := options(t, "seed", 1, anywhere())
+	probing(0, &o)
+	seed := launch(t, o)
 	run := func(i int) {
-		c := launch(t, options("x", id.Incarnation(i), "127.0.0.1:0", seed.Gossip().String()))
+		o := options(t, "x", id.Incarnation(i), anywhere(), seed.Gossip().String())
+		probing(i, &o)
+		c := launch(t, o)
 		joined(t, c)
 		if i%2 == 0 {
 			c.Leave(t.Context())
@@ -898,7 +925,7 @@ func TestCloseEndsEverything(t *testing.T) {
 	}
 	run(1)
 	quiet := 0
-	within(t, 10*time.Second, "goroutines come to rest", func() bool {
+	within(t, "goroutines come to rest", func() bool {
 		n := runtime.NumGoroutine()
 		rest := n == quiet
 		quiet = n
@@ -907,7 +934,7 @@ func TestCloseEndsEverything(t *testing.T) {
 	for i := 2; i <= 21; i++ {
 		run(i)
 	}
-	within(t, 15*time.Second, "goroutines are as many as before", func() bool { return runtime.NumGoroutine() <= quiet })
+	within(t, "goroutines are as many as before", func() bool { return runtime.NumGoroutine() <= quiet })
 }
 
 func TestPortTaken(t *testing.T) {
@@ -922,9 +949,9 @@ func TestPortTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer udp.Close()
-	member := launch(t, options("a", 1, "127.0.0.1:0"))
+	member := launch(t, options(t, "a", 1, anywhere()))
 	for name, taken := range map[string]string{"tcp": tcp.Addr().String(), "udp": udp.LocalAddr().String(), "both": member.Gossip().String()} {
-		o := options("b", 1, taken)
+		o := options(t, "b", 1, taken)
 		o.Handler = &recorder{}
 		_, err := Start(o)
 		port := fmt.Sprint(o.Bind.Port())
@@ -961,21 +988,21 @@ func TestIPv6(t *testing.T) {
 		t.Skipf("no IPv6 here: %v", err)
 	}
 	probe.Close()
-	a := launch(t, options("a", 1, "[::1]:0"))
-	b := launch(t, options("b", 1, "[::1]:0", a.Gossip().String()))
+	a := launch(t, options(t, "a", 1, "[::1]:0"))
+	b := launch(t, options(t, "b", 1, "[::1]:0", a.Gossip().String()))
 	joined(t, b)
 	if err := b.Send("a", []byte("six")); err != nil {
 		t.Fatal(err)
 	}
-	within(t, 5*time.Second, "an item over IPv6", func() bool { return a.has("six") })
+	within(t, "an item over IPv6", func() bool { return a.has("six") })
 	// One socket of both families.
-	o := options("a", 1, "[::]:0")
+	o := options(t, "a", 1, "[::]:0")
 	o.Advertise = netip.MustParseAddrPort("127.0.0.1:0")
 	both := launch(t, o)
-	four := launch(t, options("b", 1, "127.0.0.1:0", both.Gossip().String()))
+	four := launch(t, options(t, "b", 1, anywhere(), both.Gossip().String()))
 	joined(t, four)
 	if err := both.Send("b", []byte("four")); err != nil {
 		t.Fatal(err)
 	}
-	within(t, 5*time.Second, "an item over IPv4", func() bool { return four.has("four") })
+	within(t, "an item over IPv4", func() bool { return four.has("four") })
 }

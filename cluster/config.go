@@ -7,9 +7,14 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
+// suspicionMax is how many probes who is suspected has at most, where few others
+// suspect him too.
+const suspicionMax = 24
+
 // timing are the durations that differ between a cluster and a test.
 type timing struct {
 	gossip, probe, probeTimeout time.Duration
+	suspicion                   int // probes for which who is suspected may say that he lives, at least
 	pushPull, dead, stream      time.Duration
 	reconcile                   time.Duration
 	rejoinMin, rejoinMax        time.Duration // between calls to those that are missing, once we are joined
@@ -25,19 +30,19 @@ type timing struct {
 func timings(fast bool) timing {
 	if fast {
 		// A tenth, except where a starved machine would take a live member for
-		// a dead one.
+		// a dead one, or give it up.
 		return timing{
-			gossip: 10 * time.Millisecond, probe: 250 * time.Millisecond, probeTimeout: 200 * time.Millisecond,
+			gossip: 10 * time.Millisecond, probe: 250 * time.Millisecond, probeTimeout: 200 * time.Millisecond, suspicion: 12,
 			pushPull: time.Second, dead: 3 * time.Second, stream: time.Second,
 			reconcile: time.Second, rejoinMin: 500 * time.Millisecond, rejoinMax: time.Second,
 			rejoinSoon: 100 * time.Millisecond, fresh: 3 * time.Second,
 			patience: 500 * time.Millisecond, remind: 3 * time.Second,
 			joinMax: 500 * time.Millisecond, goodbye: 3 * time.Second,
-			barrier: 5 * time.Second, hint: 50 * time.Millisecond, proof: 100 * time.Millisecond,
+			barrier: 30 * time.Second, hint: 50 * time.Millisecond, proof: 100 * time.Millisecond,
 		}
 	}
 	return timing{
-		gossip: 20 * time.Millisecond, probe: 500 * time.Millisecond, probeTimeout: 250 * time.Millisecond,
+		gossip: 20 * time.Millisecond, probe: 500 * time.Millisecond, probeTimeout: 250 * time.Millisecond, suspicion: 4,
 		pushPull: 10 * time.Second, dead: 30 * time.Second, stream: 2 * time.Second,
 		reconcile: 10 * time.Second, rejoinMin: 5 * time.Second, rejoinMax: 10 * time.Second,
 		rejoinSoon: time.Second, fresh: 30 * time.Second,
@@ -61,7 +66,7 @@ func (c *Cluster) config(o Options) *memberlist.Config {
 
 	m.GossipInterval, m.GossipNodes = c.time.gossip, 3
 	m.ProbeInterval, m.ProbeTimeout, m.IndirectChecks = c.time.probe, c.time.probeTimeout, 3
-	m.SuspicionMult, m.SuspicionMaxTimeoutMult = 4, 6
+	m.SuspicionMult, m.SuspicionMaxTimeoutMult = c.time.suspicion, suspicionMax/c.time.suspicion
 	m.RetransmitMult = 5 // of membership messages
 	m.PushPullInterval = c.time.pushPull
 	m.GossipToTheDeadTime = c.time.dead

@@ -3,7 +3,6 @@ package cluster
 import (
 	"net"
 	"testing"
-	"time"
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/identity"
@@ -23,7 +22,7 @@ func TestKeysAreForTheProved(t *testing.T) {
 			t.Parallel()
 			all := secure(t, 3, a, func(_ int, o *Options) { o.Identity = certified(t, a, o.Life.Node, "n*") })
 			with := func(node id.Node, ring Ring) member {
-				o := options(node, 1, "127.0.0.1:0", all[0].Gossip().String())
+				o := options(t, node, 1, anywhere(), all[0].Gossip().String())
 				o.Ring, o.Identity = ring, stranger(node)
 				return launch(t, o)
 			}
@@ -60,7 +59,7 @@ func TestPacketsCarryNoKeys(t *testing.T) {
 	conn, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(all[0].Gossip()))
 	must(t, err)
 	defer conn.Close()
-	answer := exchange(conn, outsider.envelope(7))
+	answer := exchange(conn, outsider.envelope(7), patience)
 	m, _, ok := outsider.open(answer)
 	if !ok || m.kind != kindRingAnswer || m.nonce != 7 {
 		t.Fatalf("answer of %d bytes", len(answer))
@@ -74,16 +73,16 @@ func TestPacketsCarryNoKeys(t *testing.T) {
 func TestProvedMemberFetchesTheRing(t *testing.T) {
 	t.Parallel()
 	a := authority(t)
-	all := secure(t, 3, a, nil)
+	all := secure(t, 3, a, slowly)
 	gone := all[2]
 	kill(t, gone, all[0], all[1])
 	must(t, all[0].AddKey(soon(t), key(2)))
 	must(t, all[0].UseKey(soon(t), IDOf(key(2)), true))
-	o := options(gone.Life().Node, gone.Life().Incarnation+1, "127.0.0.1:0", all[0].Gossip().String())
+	o := options(t, gone.Life().Node, gone.Life().Incarnation+1, anywhere(), all[0].Gossip().String())
 	v := &vault{}
 	o.Ring, o.SaveRing, o.Identity = ringOf(0, 1), v.save, certified(t, a, gone.Life().Node)
 	back := launch(t, o)
-	within(t, 20*time.Second, "it is back with the new ring", func() bool {
+	within(t, "it is back with the new ring", func() bool {
 		return has(back, ringOf(2, 2, 1)) && sees(all[0], back.Life()) && sees(all[1], back.Life())
 	})
 	if !v.kept().edition().same(ringOf(2, 2, 1).edition()) {

@@ -30,19 +30,19 @@ func TestPacketsFit(t *testing.T) {
 		o.Label, o.Fast = strings.Repeat("l", MaxLabel), false
 		w.over(o)
 	}
-	all := circle(t, 4, func(_ int, o *Options) {
+	all := group(t, 4, func(_ int, o *Options) {
 		strict(o)
 		o.Again = 3
 	})
 	// Many with long names come and go, so that the news of them fill packets.
 	for i := range 12 {
-		o := fresh(t, id.Node(fmt.Sprintf("%s-%02d", strings.Repeat("x", id.MaxNode-3), i)), 1, anywhere, all[i%4].Gossip().String())
+		o := options(t, id.Node(fmt.Sprintf("%s-%02d", strings.Repeat("x", id.MaxNode-3), i)), 1, anywhere(), all[i%4].Gossip().String())
 		o.Meta.Group = id.Group(o.Life.Node)
 		strict(&o)
 		m := launch(t, o)
 		defer m.Close()
 	}
-	within(t, time.Minute, "all see all", func() bool {
+	within(t, "all see all", func() bool {
 		return !slices.ContainsFunc(all, func(m member) bool { return len(m.Members()) != len(all)+12 })
 	})
 	w.mu.Lock()
@@ -64,7 +64,7 @@ func TestPacketsFit(t *testing.T) {
 	if err := all[0].Send("n1", sent...); err != nil {
 		t.Fatal(err)
 	}
-	within(t, time.Minute, "all is sent", func() bool {
+	within(t, "all is sent", func() bool {
 		return !slices.ContainsFunc(all, func(m member) bool { s := m.Stats(); return s.Outbox+s.Ring > 0 })
 	})
 	w.mu.Lock()
@@ -97,7 +97,7 @@ func TestTinyItemsDoNotDrownPings(t *testing.T) {
 	p := feel(t)
 	var w weather
 	carriers := make([]*carrier, 3)
-	all := circle(t, len(carriers), func(i int, o *Options) {
+	all := group(t, len(carriers), func(i int, o *Options) {
 		carriers[i] = &carrier{}
 		o.Handler = carriers[i].handler()
 		w.over(o)
@@ -138,7 +138,7 @@ func TestTinyItemsDoNotDrownPings(t *testing.T) {
 			m.calls.ring.add([][]byte{numbered(uint32(i*count+k), 4)}, again)
 		}
 	}
-	within(t, time.Minute, "all items are everywhere, and none is left", func() bool {
+	within(t, "all items are everywhere, and none is left", func() bool {
 		for i, c := range carriers {
 			c.mu.Lock()
 			n := len(c.at)
@@ -245,7 +245,9 @@ func TestEachItemIsOfferedExactly(t *testing.T) {
 		}
 		items, drops = items+count, drops+short
 	}
-	rapid.Check(t, func(t *rapid.T) { run(t, much(6000, 10_000)) })
+	rapid.Check(t, func(t *rapid.T) { // in some the ring is too small
+		run(t, rapid.SampledFrom([]int{500, 1000, 1000, much(6000, 10_000)}).Draw(t, "count"))
+	})
 	t.Logf("%d items, %d of them dropped and reported", items, drops)
 	if items == drops {
 		t.Error("all were dropped: the test is too hard")
@@ -258,7 +260,7 @@ func TestEachItemIsSentExactly(t *testing.T) {
 	t.Parallel()
 	const n, fanout, again, count = 5, 3, 2, 2000
 	var w weather
-	all := circle(t, n, func(_ int, o *Options) {
+	all := group(t, n, func(_ int, o *Options) {
 		w.over(o)
 		o.Fanout, o.Again = fanout, again
 	})
@@ -293,11 +295,11 @@ func TestEachItemIsSentExactly(t *testing.T) {
 			t.Fatal(err)
 		}
 		if rand.IntN(50) == 0 { // the end of a burst
-			within(t, 10*time.Second, "the outbox is empty", func() bool { return all[0].Stats().Outbox == 0 })
+			within(t, "the outbox is empty", func() bool { return all[0].Stats().Outbox == 0 })
 		}
 	}
 	begin := time.Now()
-	within(t, time.Minute, "all is sent, or nothing comes any more", func() bool {
+	within(t, "all is sent, or nothing comes any more", func() bool {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		sum := 0
@@ -305,7 +307,7 @@ func TestEachItemIsSentExactly(t *testing.T) {
 			sum += n
 		}
 		s := all[0].Stats()
-		return s.Outbox+s.Ring == 0 && sum >= count*(fanout+again) || time.Since(begin) > 30*time.Second
+		return s.Outbox+s.Ring == 0 && sum >= count*(fanout+again) || time.Since(begin) > patience/2
 	})
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"sync"
 	"testing"
-	"time"
 )
 
 // detour is an address in front of a member, through which others reach it
@@ -154,6 +153,7 @@ func TestPartitionAndRotation(t *testing.T) {
 			t.Parallel()
 			ways := []*detour{newDetour(t), newDetour(t)}
 			all, _ := keyed(t, 2, func(i int, o *Options) {
+				slowly(i, o)
 				o.Bind, o.Advertise = mustAddr(free(t)), ways[i].addr
 				ways[i].lead(o.Bind)
 			})
@@ -163,7 +163,7 @@ func TestPartitionAndRotation(t *testing.T) {
 				}
 			}
 			cut(true)
-			within(t, 15*time.Second, "they have lost each other", func() bool { return len(all[0].Members()) == 1 && len(all[1].Members()) == 1 })
+			within(t, "they have lost each other", func() bool { return len(all[0].Members()) == 1 && len(all[1].Members()) == 1 })
 			must(t, all[0].AddKey(soon(t), key(2)))
 			if _, lost, _ := ringError(t, all[0].UseKey(soon(t), IDOf(key(2)), false)); lost != "n1" {
 				t.Errorf("lost: %s", lost)
@@ -178,12 +178,12 @@ func TestPartitionAndRotation(t *testing.T) {
 				}
 			}
 			cut(false)
-			took := within(t, 10*time.Second, "they are one, with one ring", func() bool {
+			took := within(t, "they are one, with one ring", func() bool {
 				return len(all[0].Members()) == 2 && len(all[1].Members()) == 2 && has(all[0], want) && has(all[1], want)
 			})
 			t.Logf("one after %v", took)
 			must(t, all[1].Send("n0", []byte("hello")))
-			within(t, 5*time.Second, "they can read each other", func() bool { return all[0].has("hello") })
+			within(t, "they can read each other", func() bool { return all[0].has("hello") })
 			must(t, all[1].RemoveKey(soon(t), IDOf(key(1)), false))
 		})
 	}

@@ -26,26 +26,27 @@ func TestEveryRestartIsSeenByAll(t *testing.T) {
 			const n = 8
 			p := feel(t)
 			alone := func(o *Options) {
-				o.tune = func(m *memberlist.Config) { m.PushPullInterval = time.Hour }
+				o.tune = func(m *memberlist.Config) {
+					hasty(m)
+					m.PushPullInterval = time.Hour
+				}
 			}
-			all := circle(t, n, func(_ int, o *Options) { alone(o) })
+			all := group(t, n, func(_ int, o *Options) { alone(o) })
 			others, last := all[:n-1], all[n-1]
 			node := last.Life().Node
 			want := []string{"joined " + last.Life().String()}
 			var took []time.Duration
-			for i := id.Incarnation(2); int(i) < 2+much(16, 200); i++ {
+			for i := id.Incarnation(2); int(i) < 2+much(8, 200); i++ {
 				leaves := i%2 == 0
 				if leaves {
-					if err := last.Leave(t.Context()); err != nil {
-						t.Fatal(err)
-					}
+					p.leave(t, last)
 				}
 				last.Close()
-				bind := anywhere
+				bind := anywhere()
 				if !moves {
 					bind = last.Gossip().String()
 				}
-				o := fresh(t, node, i, bind, others[rand.IntN(n-1)].Gossip().String())
+				o := options(t, node, i, bind, others[rand.IntN(n-1)].Gossip().String())
 				alone(&o)
 				last = launch(t, o)
 				took = append(took, p.within(t, 5*time.Second, "the new life is everywhere", func() bool {
@@ -58,12 +59,7 @@ func TestEveryRestartIsSeenByAll(t *testing.T) {
 			_, p99, most := quantiles(took)
 			t.Logf("%d restarts: visible everywhere after %v (p99), %v at most", len(took), p99, most)
 			for i, m := range others {
-				within(t, 5*time.Second, "the handler was told", func() bool {
-					told := m.about(node)
-					return len(told) >= len(want) && told[len(told)-1] == want[len(want)-1]
-				})
-				got := m.about(node)
-				p.claim(t, slices.Equal(got, want), "n%d was told %v, want %v", i, got, want)
+				p.told(t, m, node, want...)
 				for _, e := range losses(m) {
 					p.claim(t, strings.Contains(e, " "+string(node)+"."), "n%d: %s", i, e)
 				}
@@ -76,20 +72,20 @@ func TestEveryRestartIsSeenByAll(t *testing.T) {
 // again, each of its members at a time of its own.
 func TestAllAtOnce(t *testing.T) {
 	t.Parallel()
-	const n = 32
+	n := much(16, 32)
 	p := feel(t)
 	seeds := []string{free(t), free(t), free(t)}
 	bind := make([]string, n)
 	for i := range bind {
-		bind[i] = anywhere
+		bind[i] = anywhere()
 		if i < len(seeds) {
 			bind[i] = seeds[i]
 		}
 	}
 	all := make([]member, n)
 	start := func(i int, life id.Incarnation) {
-		o := fresh(t, id.Node(fmt.Sprintf("n%02d", i)), life, bind[i], seeds...)
-		o.Fast = false
+		o := options(t, id.Node(fmt.Sprintf("n%02d", i)), life, bind[i], seeds...)
+		o.Fast, o.tune = false, hasty
 		r := &recorder{}
 		o.Handler = r
 		c, err := Start(o)
@@ -164,14 +160,14 @@ func TestAllAtOnce(t *testing.T) {
 func TestSeedThatForgot(t *testing.T) {
 	t.Parallel()
 	p := feel(t)
-	all := circle(t, 4, nil)
+	all := group(t, 4, probing)
 	for _, m := range all {
-		within(t, 10*time.Second, "all have answered", func() bool { return len(m.joining.silent(m.calls.roster.alive())) == 0 })
+		within(t, "all have answered", func() bool { return len(m.joining.silent(m.calls.roster.alive())) == 0 })
 	}
 	seed := all[0].Gossip().String()
 	all[0].Close()
-	all[0] = launch(t, fresh(t, "n0", 2, seed))
-	late := launch(t, fresh(t, "late", 1, anywhere, seed))
+	all[0] = launch(t, options(t, "n0", 2, seed))
+	late := launch(t, options(t, "late", 1, anywhere(), seed))
 	joined(t, late)
 	all = append(all, late)
 	took := p.within(t, 15*time.Second, "all see all", func() bool { return everybody(all, "late.1 n0.2 n1.1 n2.1 n3.1") })
@@ -185,7 +181,8 @@ func TestRestartsDoNotDelayItems(t *testing.T) {
 	const n, stay, rate = 8, 4, 500
 	p := feel(t)
 	carriers := make([]*carrier, n)
-	all := circle(t, n, func(i int, o *Options) {
+	all := group(t, n, func(i int, o *Options) {
+		probing(i, o)
 		carriers[i] = &carrier{}
 		o.Handler = carriers[i].handler()
 	})
@@ -232,7 +229,8 @@ func TestRestartsDoNotDelayItems(t *testing.T) {
 		wg.Go(func() {
 			for life := id.Incarnation(2); ; life++ {
 				last.Close()
-				o := fresh(t, last.Life().Node, life, last.Gossip().String(), all[0].Gossip().String())
+				o := options(t, last.Life().Node, life, last.Gossip().String(), all[0].Gossip().String())
+				probing(i, &o)
 				c := &carrier{}
 				r := c.handler()
 				o.Handler = r
@@ -273,10 +271,13 @@ func TestRestartsDoNotDelayItems(t *testing.T) {
 
 // A cluster that is closed in whatever it is doing leaves nothing behind.
 func TestHundredLivesLeaveNothing(t *testing.T) {
-	seed := launch(t, fresh(t, "seed", 1, anywhere))
+	o := options(t, "seed", 1, anywhere())
+	probing(0, &o)
+	seed := launch(t, o)
 	nobody := free(t)
 	round := func(i int) {
-		o := fresh(t, "x", id.Incarnation(i), anywhere, seed.Gossip().String())
+		o := options(t, "x", id.Incarnation(i), anywhere(), seed.Gossip().String())
+		probing(i, &o)
 		switch i % 4 {
 		case 0: // closed while it joins
 			launch(t, o).Close()
@@ -299,7 +300,7 @@ func TestHundredLivesLeaveNothing(t *testing.T) {
 	}
 	rest := func() (int, int) {
 		var goroutines, files int
-		within(t, 20*time.Second, "all comes to rest", func() bool {
+		within(t, "all comes to rest", func() bool {
 			g, f := count(t)
 			same := g == goroutines && f == files
 			goroutines, files = g, f
@@ -315,7 +316,7 @@ func TestHundredLivesLeaveNothing(t *testing.T) {
 	for i := range 100 {
 		round(i + 5)
 	}
-	within(t, 20*time.Second, "goroutines and files are as many as before", func() bool {
+	within(t, "goroutines and files are as many as before", func() bool {
 		g, f := count(t)
 		return g <= goroutines && f <= files
 	})

@@ -1,9 +1,11 @@
 package cluster
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -11,7 +13,10 @@ import (
 
 func TestJoinSeeds(t *testing.T) {
 	t.Parallel()
-	a, b := launch(t, options("a", 1, free(t))), launch(t, options("b", 1, "127.0.0.1:0"))
+	a := launch(t, options(t, "a", 1, anywhere()))
+	o := options(t, "b", 1, anywhere())
+	slowly(1, &o)
+	b := launch(t, o)
 	begin := time.Now()
 	must(t, b.JoinSeeds(soon(t), []string{free(t), a.Gossip().String()}))
 	t.Logf("joined after %v", time.Since(begin))
@@ -28,23 +33,38 @@ func TestJoinSeeds(t *testing.T) {
 		t.Errorf("%d seeds are known, want 2", known)
 	}
 	kill(t, a, b)
-	again := launch(t, options("c", 1, addr)) // another node, so it is not what was lost
-	within(t, 10*time.Second, "who is at the seed is called", func() bool { return sees(again, b.Life()) && sees(b, again.Life()) })
+	again := launch(t, options(t, "c", 1, addr)) // another node, so it is not what was lost
+	within(t, "who is at the seed is called", func() bool { return sees(again, b.Life()) && sees(b, again.Life()) })
+}
+
+// hears joins a seed in vain, waiting for longer each time, until the error says
+// why. It is one line, which names the seed and why nobody waited longer.
+func hears(t testing.TB, m member, seed string, why ...string) {
+	t.Helper()
+	for wait := moment; ; wait *= 2 {
+		ctx, cancel := context.WithTimeoutCause(t.Context(), wait, errImpatient)
+		err := m.JoinSeeds(ctx, []string{seed})
+		cancel()
+		for _, want := range []string{seed, "none of them lists us", errImpatient.Error()} {
+			if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
+				t.Fatalf("in vain: %v, want %s", err, want)
+			}
+		}
+		if !slices.ContainsFunc(why, func(w string) bool { return !strings.Contains(err.Error(), w) }) {
+			return
+		}
+		if wait > patience {
+			t.Fatalf("it hears only: %v, want %q", err, why)
+		}
+	}
 }
 
 func TestJoinSeedsRefuses(t *testing.T) {
 	t.Parallel()
-	b := launch(t, options("b", 1, "127.0.0.1:0"))
+	p := feel(t)
+	b := launch(t, options(t, "b", 1, anywhere()))
 	nobody := free(t)
-	within(t, 10*time.Second, "it says why nobody is there", func() bool {
-		err := b.JoinSeeds(brief(t), []string{nobody})
-		for _, want := range []string{nobody, "none of them lists us", "out of patience"} {
-			if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
-				t.Fatalf("nobody there: %v, want %s", err, want)
-			}
-		}
-		return strings.Contains(err.Error(), "connection refused")
-	})
+	hears(t, b, nobody, "connection refused")
 	mute, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)
 	defer mute.Close()
@@ -52,9 +72,8 @@ func TestJoinSeedsRefuses(t *testing.T) {
 	if err := b.JoinSeeds(brief(t), []string{mute.Addr().String()}); err == nil {
 		t.Error("a mute one lists us")
 	}
-	if took := time.Since(begin); took > 2*time.Second {
-		t.Errorf("it took %v", took)
-	}
+	took := time.Since(begin)
+	p.claim(t, took <= 2*time.Second, "it took %v", took)
 	for name, tt := range map[string]struct {
 		seeds []string
 		want  string
@@ -80,10 +99,10 @@ func TestJoinSeedsRefuses(t *testing.T) {
 		t.Errorf("after leaving: %v", err)
 	}
 	// Whoever waits hears of the end.
-	c := launch(t, options("c", 1, "127.0.0.1:0"))
+	c := launch(t, options(t, "c", 1, anywhere()))
 	waits := make(chan error, 1)
 	go func() { waits <- c.JoinSeeds(t.Context(), []string{nobody}) }()
-	within(t, 5*time.Second, "it calls", func() bool {
+	within(t, "it calls", func() bool {
 		c.joining.mu.Lock()
 		defer c.joining.mu.Unlock()
 		return len(c.joining.callings) == 1
@@ -94,7 +113,7 @@ func TestJoinSeedsRefuses(t *testing.T) {
 		if !errors.Is(err, ErrClosed) {
 			t.Errorf("closed: %v", err)
 		}
-	case <-time.After(5 * time.Second):
+	case <-time.After(patience):
 		t.Error("it waits on")
 	}
 }
@@ -102,17 +121,11 @@ func TestJoinSeedsRefuses(t *testing.T) {
 // A wrong gossip key is what the error is about.
 func TestJoinSeedsWithAnotherKey(t *testing.T) {
 	t.Parallel()
-	o := options("a", 1, "127.0.0.1:0")
+	o := options(t, "a", 1, anywhere())
 	o.Ring = ringOf(0, 1)
 	a := launch(t, o)
-	o = options("b", 1, "127.0.0.1:0")
+	o = options(t, "b", 1, anywhere())
 	o.Ring = ringOf(0, 2)
 	b := launch(t, o)
-	within(t, 10*time.Second, "it hears why", func() bool {
-		err := b.JoinSeeds(brief(t), []string{a.Gossip().String()})
-		if err == nil {
-			t.Fatal("it joined with another key")
-		}
-		return strings.Contains(err.Error(), "gossip keys may differ") && strings.Contains(err.Error(), IDOf(key(2)).String())
-	})
+	hears(t, b, a.Gossip().String(), "gossip keys may differ", IDOf(key(2)).String())
 }

@@ -36,7 +36,7 @@ func TestAddressOfAnotherCluster(t *testing.T) {
 			t.Parallel()
 			var w weather
 			var log lines
-			ours := circle(t, 3, func(i int, o *Options) {
+			ours := group(t, 3, func(i int, o *Options) {
 				encrypt(o, key)
 				o.Label = label(t) + "-one"
 				w.over(o)
@@ -47,11 +47,11 @@ func TestAddressOfAnotherCluster(t *testing.T) {
 			taken := ours[2].Gossip()
 			ours[2].Close()
 			ours = ours[:2]
-			o := fresh(t, "n2", 9, taken.String())
+			o := options(t, "n2", 9, taken.String())
 			encrypt(&o, tt.key)
 			o.Label = label(t) + tt.label
 			theirs := []member{launch(t, o)}
-			o = fresh(t, "n1", 9, anywhere, taken.String())
+			o = options(t, "n1", 9, anywhere(), taken.String())
 			encrypt(&o, tt.key)
 			o.Label = label(t) + tt.label
 			theirs = append(theirs, launch(t, o))
@@ -61,7 +61,7 @@ func TestAddressOfAnotherCluster(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			within(t, time.Minute, "the dead one is lost", func() bool { return everybody(ours, "n0.1 n1.1") })
+			within(t, "the dead one is lost", func() bool { return everybody(ours, "n0.1 n1.1") })
 
 			// While it is newly lost it is called the most often.
 			dials := map[netip.AddrPort]int{}
@@ -71,7 +71,11 @@ func TestAddressOfAnotherCluster(t *testing.T) {
 				}
 			})
 			begin := time.Now()
-			within(t, 10*time.Second, "some time has passed", func() bool { return time.Since(begin) > time.Second })
+			within(t, "some time has passed, and somebody has called", func() bool {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				return time.Since(begin) > time.Second && len(dials) > 0
+			})
 			w.mu.Lock()
 			calls, callers := dials[ours[0].Gossip()]+dials[ours[1].Gossip()], len(dials)
 			if callers > 2 {
@@ -85,9 +89,6 @@ func TestAddressOfAnotherCluster(t *testing.T) {
 			}
 			w.mu.Unlock()
 			t.Logf("called %d times in %v by %d", calls, time.Since(begin), callers)
-			if calls == 0 {
-				t.Error("nobody called: the test is too kind")
-			}
 			talk(t, ours, "ours")
 			talk(t, theirs, "theirs")
 			if !everybody(ours, "n0.1 n1.1") || !everybody(theirs, "n1.9 n2.9") {
@@ -103,16 +104,14 @@ func TestAddressOfAnotherCluster(t *testing.T) {
 					t.Errorf("something of ours has reached %s", m.Life())
 				}
 			}
-			if theirs[0].Stats().BadMessages == 0 {
-				t.Error("who was called did not count it")
-			}
-			ours[0].joining.mu.Lock()
-			last := ours[0].joining.last
-			ours[0].joining.mu.Unlock()
-			if last == nil || !strings.Contains(last.Error(), taken.String()) {
-				t.Errorf("who called was told %v", last)
-			}
-			if n := log.with("call members that are missing"); n == 0 || n > 3 {
+			within(t, "who was called has counted it", func() bool { return theirs[0].Stats().BadMessages > 0 })
+			within(t, "who called was told, and has logged it", func() bool {
+				ours[0].joining.mu.Lock()
+				defer ours[0].joining.mu.Unlock()
+				last := ours[0].joining.last
+				return last != nil && strings.Contains(last.Error(), taken.String()) && log.with("call members that are missing") > 0
+			})
+			if n := log.with("call members that are missing"); n > 3 {
 				t.Errorf("it was logged %d times", n)
 			}
 		})
@@ -126,7 +125,8 @@ func TestFloodOfStrangers(t *testing.T) {
 	p := feel(t)
 	key := bytes.Repeat([]byte{1}, 32)
 	carriers := make([]*carrier, n)
-	all := circle(t, n, func(i int, o *Options) {
+	all := group(t, n, func(i int, o *Options) {
+		probing(i, o)
 		carriers[i] = &carrier{}
 		o.Handler = carriers[i].handler()
 		o.Label = "kvferry"
@@ -220,7 +220,7 @@ func TestFloodOfStrangers(t *testing.T) {
 	if s.BadMessages == 0 || most > 8<<20 {
 		t.Errorf("%d refused, heap grew by %d MiB", s.BadMessages, most>>20)
 	}
-	within(t, 30*time.Second, "items are everywhere again", func() bool {
+	within(t, "items are everywhere again", func() bool {
 		all[1].Broadcast(numbered(next, 120))
 		for i, c := range carriers {
 			if _, ok := c.saw(next); !ok && i != 1 {
@@ -234,7 +234,9 @@ func TestFloodOfStrangers(t *testing.T) {
 // A few bytes that announce a million members, or many megabytes, are refused
 // before anything is set aside for them.
 func TestHugeCountsAreRefused(t *testing.T) {
-	all := circle(t, 2, func(_ int, o *Options) {
+	p := feel(t)
+	all := group(t, 2, func(i int, o *Options) {
+		probing(i, o)
 		encrypt(o, bytes.Repeat([]byte{1}, 32))
 		o.Label = "kvferry"
 	})
@@ -263,7 +265,7 @@ func TestHugeCountsAreRefused(t *testing.T) {
 					return
 				}
 				defer conn.Close()
-				conn.SetDeadline(time.Now().Add(20 * time.Second))
+				conn.SetDeadline(time.Now().Add(patience))
 				conn.Write([]byte(b))
 				conn.CloseWrite()
 				if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
@@ -285,11 +287,10 @@ func TestHugeCountsAreRefused(t *testing.T) {
 	if grew > 16<<20 {
 		t.Errorf("%d MiB were allocated", grew>>20)
 	}
-	within(t, 5*time.Second, "it was counted", func() bool { return all[0].Stats().BadMessages-bad >= uint64(8*len(crafted)) })
+	within(t, "it was counted", func() bool { return all[0].Stats().BadMessages-bad >= uint64(8*len(crafted)) })
 	talk(t, all, "still here")
-	if lost := losses(all[0]); lost != nil {
-		t.Errorf("members were lost: %v", lost)
-	}
+	lost := losses(all[0])
+	p.claim(t, lost == nil, "members were lost: %v", lost)
 }
 
 // memberlist lets go of a stream that ends before the label is written.
@@ -300,7 +301,7 @@ func TestStreamThatIsResetIsClosed(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer ln.Close()
-	m := launch(t, fresh(t, "a", 1, anywhere))
+	m := launch(t, options(t, "a", 1, anywhere()))
 	conn, err := m.transport.DialTimeout(ln.Addr().String(), time.Second)
 	if err != nil {
 		t.Fatal(err)
@@ -311,7 +312,7 @@ func TestStreamThatIsResetIsClosed(t *testing.T) {
 	}
 	peer.SetLinger(0)
 	peer.Close()
-	within(t, 5*time.Second, "nothing can be written", func() bool {
+	within(t, "nothing can be written", func() bool {
 		_, err := conn.Write([]byte("label"))
 		return err != nil
 	})

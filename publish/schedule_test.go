@@ -477,7 +477,7 @@ func (s *schedule) converged(r *replica) {
 // membership tells of the newer one; that releases which come first are
 // remembered; that the floor is; and that checkpoints are compared.
 func TestSchedules(t *testing.T) {
-	const least, most, short = 60, 400, 4 * time.Second
+	const least, most, short = 20, 400, 2 * time.Second
 	deliveries, asked, synced, moved, seed := 0, 0, 0, 0, uint64(0)
 	run := func(name string, seed uint64, tier bool) {
 		t.Run(name, func(t *testing.T) {

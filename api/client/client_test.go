@@ -260,7 +260,7 @@ func TestSessionIsLostWithItsNode(t *testing.T) {
 	s.Stop()
 	select {
 	case <-session.Lost():
-	case <-time.After(2 * time.Second): // not after a while of trying again
+	case <-time.After(4 * time.Second): // not after five of trying again
 		t.Fatal("not lost, and the node is gone")
 	}
 	if err := session.Close(); err != nil {

@@ -91,7 +91,7 @@ func TestPeersAreRefused(t *testing.T) {
 		"signed by a node":                   {cert: shown(forged, forgedKey, theirs), why: "authority", dialled: true},
 		"certificate of another, no key":     {cert: shown(theirs, mine), why: "invalid signature", dialled: true, mine: true},
 		"expired":                            {cert: of(a, "decode-0", func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }), why: "renew security.certificate", dialled: true},
-		"not yet valid":                      {cert: of(a, "decode-0", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Minute) }), why: "not yet valid", dialled: true},
+		"not yet valid":                      {cert: of(a, "decode-0", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Hour) }), why: "not yet valid", dialled: true},
 		"for servers only":                   {cert: of(a, "decode-0", usage(x509.ExtKeyUsageServerAuth)), why: "incompatible key usage"},
 		"for mail":                           {cert: of(a, "decode-0", usage(x509.ExtKeyUsageEmailProtection)), why: "incompatible key usage", dialled: true},
 		"not one that is let in":             {cert: of(a, "other-0", nil), why: `security.peers allows ["decode-*"]`, dialled: true},

@@ -137,7 +137,7 @@ func pipe(t *testing.T) (a, b net.Conn) {
 	ends := [2]net.Conn{}
 	ends[0], ends[1] = net.Pipe()
 	for n, c := range ends {
-		if err := c.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 		w := &wire{Conn: c, out: make(chan []byte, 64), flushed: make(chan struct{})}
