@@ -10,7 +10,7 @@ SOAK ?= 10m
 FUZZ ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test race check model fuzz bench soak test-rdma test-cuda cuda-headers gpu-bundle generate docs clean
+.PHONY: help build demo test race check model fuzz bench soak starve test-rdma test-cuda cuda-headers gpu-bundle generate docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -58,6 +58,9 @@ bench: ## the figures of docs/benchmarks.md, which it writes
 
 soak: ## the random tests for SOAK=10m each, under the race detector
 	$(CUDA) go test -race -count=1 -timeout 0 -tags "$(TAGS)" $$(grep -lrs '"soak"' --include=*_test.go . | xargs -n1 dirname | sort -u) -soak=$(SOAK)
+
+starve: ## the Go tests, or those of P=./PACKAGE, as on a machine that has no time for them (Linux, as root)
+	$(CUDA) scripts/starve.sh go test -race -count=1 -timeout 0 -tags "$(TAGS)" $(or $(P),./...)
 
 test-rdma: ## everything of RDMA in throw-away machines with Soft-RoCE devices, slow and lossy links and figures included
 	@scripts/deps.sh rdma
