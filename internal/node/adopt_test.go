@@ -2,7 +2,6 @@ package node_test
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -427,7 +426,7 @@ func TestDeviceMemoryOfTwoRanks(t *testing.T) {
 func TestWhoLooksIsNoEngine(t *testing.T) {
 	c := configure(t, "prefill", nil, byEngine)
 	l := newLender(t, c)
-	var log bytes.Buffer
+	var log lines
 	ctx, cancel := context.WithCancelCause(t.Context())
 	defer cancel(nil)
 	done := make(chan started, 1)
@@ -456,8 +455,8 @@ func TestWhoLooksIsNoEngine(t *testing.T) {
 		t.Error(err)
 	}
 	<-adoption.Ended()
-	if got := strings.Count(log.String(), "level=WARN"); got != 1 {
-		t.Errorf("%d warnings, want that of half a message:\n%s", got, &log)
+	if got := log.of("level=WARN"); len(got) != 1 {
+		t.Errorf("%q, want that of half a message", got)
 	}
 }
 

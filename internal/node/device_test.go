@@ -251,7 +251,7 @@ func TestDeviceFails(t *testing.T) {
 func TestMemoryThatIsNotPinned(t *testing.T) {
 	device := transfertest.NewDevice(transfertest.DeviceOptions{Pin: errors.New("no more of it")})
 	c := configure(t, "n", nil, onDevice, [2]string{"arena.host_pages", "64"})
-	var log bytes.Buffer
+	var log lines
 	n, err := node.Start(t.Context(), node.Options{Config: c, Logger: slog.New(slog.NewTextHandler(&log, nil))}.Allocating(device.Alloc))
 	if err != nil {
 		t.Fatal(err)
@@ -268,10 +268,9 @@ func TestMemoryThatIsNotPinned(t *testing.T) {
 	}
 	m.close()
 	for _, what := range []string{"staging", "host tier"} {
-		if !slices.ContainsFunc(strings.Split(log.String(), "\n"), func(line string) bool {
-			return strings.Contains(line, "no more of it") && strings.Contains(line, what) && strings.Contains(line, "level=WARN")
-		}) {
-			t.Errorf("nothing is said of %s:\n%s", what, &log)
+		said := log.of("no more of it")
+		if !slices.ContainsFunc(said, func(line string) bool { return strings.Contains(line, what) && strings.Contains(line, "level=WARN") }) {
+			t.Errorf("nothing is said of %s: %q", what, said)
 		}
 	}
 }

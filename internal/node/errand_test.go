@@ -278,14 +278,16 @@ func TestFullQueueRefuses(t *testing.T) {
 // longer than its caller says, and leaves nothing in the queue.
 func TestCancelInTheQueue(t *testing.T) {
 	g := newGate()
-	prefill, decode := startGated(t, g.wrap, append(small(), oneAtATime(), [2]string{"timers.stall", "50ms"})...)
+	prefill, decode := startGated(t, g.wrap, append(small(), oneAtATime(), [2]string{"timers.stall", "500ms"}, [2]string{"timers.attempts", "9"})...)
 	p, d := openEngine(t, prefill), openEngine(t, decode)
 	offer(t, "first", 8, p, d)
 	offer(t, "large", slices5, p, d)
 	first := d.retrieving("first", "", 0)
 	<-g.came
-	res, err := d.AdmitRetrieve(d.ctx(), &kvferrypb.AdmitRetrieveRequest{Request: "large", Wait: durationpb.New(200 * time.Millisecond)})
-	if client.CodeOf(err) != kvferrypb.Failure_DEADLINE { // four times the stall time
+	d.begin("large", false, 0)
+	awaitQueue(t, decode, 1, 0)
+	res, err := d.AdmitRetrieve(d.ctx(), &kvferrypb.AdmitRetrieveRequest{Request: "large", Wait: durationpb.New(time.Second)})
+	if client.CodeOf(err) != kvferrypb.Failure_DEADLINE { // twice the stall time
 		t.Errorf("%v, %v, want DEADLINE", res, err)
 	}
 	if s := states(t, decode); s["large"] != "queued" {

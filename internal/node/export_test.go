@@ -39,6 +39,13 @@ func (o Options) Allocating(alloc func(bytes int64) (memory.Arena, error)) Optio
 	return o
 }
 
+// Calls are those of AdmitRetrieve that are at work.
+func (n *Node) Calls() int {
+	n.follows.mu.Lock()
+	defer n.follows.mu.Unlock()
+	return n.follows.waiting
+}
+
 // ArenaOf is a local rank's.
 func (n *Node) ArenaOf(r id.Rank) memory.Arena { return n.arenas[r] }
 

@@ -55,10 +55,16 @@ func (l *gatedLink) Read(ctx context.Context, seals []transfer.Seal, copies []tr
 	return l.Link.Read(ctx, seals, copies)
 }
 
-// faulty is a wrapper whose reads fail as planned.
+// faulty is a wrapper whose reads fail as planned. What is lost, or late, is so
+// until somebody cancels it.
 func faulty(plan func(read int) transfertest.Fault) func(transfer.Transport) transfer.Transport {
+	return faultyWithin(time.Hour, plan)
+}
+
+// faultyWithin is faulty with a stall time.
+func faultyWithin(stall time.Duration, plan func(read int) transfertest.Fault) func(transfer.Transport) transfer.Transport {
 	return func(t transfer.Transport) transfer.Transport {
-		return transfertest.NewFaulty(t, transfer.Limits{Stall: 200 * time.Millisecond}, plan)
+		return transfertest.NewFaulty(t, transfer.Limits{Stall: stall}, plan)
 	}
 }
 
@@ -263,29 +269,35 @@ func TestVanishedReaderCostsOneLease(t *testing.T) {
 	p, reader := openEngine(t, prefill), callPeer(t, prefill)
 	p.ingest("r1")
 	p.write("r1", 20)
-	pub := p.publish("r1", true)
+	pub := p.publish("r1", false)
 	ask := &kvferrypb.LeaseRequest{
 		Incarnation: uint64(prefill.Life().Incarnation), Reader: &kvferrypb.Life{Node: "gone", Incarnation: 7},
 		Items: []*kvferrypb.LeaseItem{{Sequence: pub.GetPublication(), Attempt: 1}},
 	}
-	var last time.Time
+	last := time.Now() // before the last renewal
+	if res, err := reader.Lease(p.ctx(), ask); err != nil || res.GetResults()[0].GetRefused() != "" {
+		t.Fatalf("%v, %v", res, err)
+	}
+	p.publish("r1", true) // the hold begins
 	for range 4 {
-		last = time.Now()
+		before := time.Now()
 		res, err := reader.Lease(p.ctx(), ask)
-		if err != nil || res.GetResults()[0].GetRefused() != "" || res.GetResults()[0].GetMillis() == 0 {
-			t.Fatalf("%v, %v", res, err)
+		if err != nil {
+			t.Fatal(err)
 		}
-		select {
-		case e := <-p.events:
-			t.Fatalf("under its lease: %v", e)
-		case <-time.After(lease / 3):
+		if late := time.Since(last) >= lease; res.GetResults()[0].GetRefused() != "" && late {
+			break // this machine has slept over it
+		} else if res.GetResults()[0].GetRefused() != "" || res.GetResults()[0].GetMillis() == 0 && !late {
+			t.Fatalf("%v", res)
 		}
+		last = before
+		<-time.After(lease / 3)
 	}
 	p.remove("r1")
 	if e := p.event(kvferrypb.Event_RELEASED); e.GetOutcome() != "expired" {
 		t.Errorf("%v", e)
 	}
-	if took := time.Since(last); took < lease || took > lease+2*time.Second {
+	if took := time.Since(last); took < lease || took > lease+deadline/2 {
 		t.Errorf("the pages came back %v after the last renewal, want %v", took, lease)
 	}
 	awaitAllFree(t, prefill)
@@ -303,8 +315,9 @@ func TestVanishedReaderCostsOneLease(t *testing.T) {
 
 // TestMaxHold: renewals do not pin pages for ever.
 func TestMaxHold(t *testing.T) {
-	prefill := startNode(t, "prefill", nil, [2]string{"timers.max_hold", "400ms"}, [2]string{"timers.hold", "100ms"},
-		[2]string{"timers.lease", "300ms"}, [2]string{"timers.lease_renew", "50ms"})
+	const most = "400ms" // and each lease alone would last as long
+	prefill := startNode(t, "prefill", nil, [2]string{"timers.max_hold", most}, [2]string{"timers.hold", most},
+		[2]string{"timers.lease", most}, [2]string{"timers.lease_renew", "50ms"})
 	p, reader := openEngine(t, prefill), callPeer(t, prefill)
 	p.ingest("r1")
 	p.write("r1", 20)
@@ -322,7 +335,7 @@ func TestMaxHold(t *testing.T) {
 		}
 		refused = res.GetResults()[0].GetRefused()
 	}
-	if took := time.Since(start); refused != "expired" || took < 400*time.Millisecond || took > 2*time.Second {
+	if took := time.Since(start); refused != "expired" || took < 400*time.Millisecond || took > deadline/2 {
 		t.Errorf("refused %q after %v, want expired after 400ms", refused, took)
 	}
 	awaitAllFree(t, prefill)
@@ -362,7 +375,7 @@ func ownerLost(t *testing.T, by [2]string) {
 			t.Errorf("%s: %v, %v, want OWNER_LOST of %s", name, got.res, got.err, life)
 		}
 	}
-	if took := time.Since(start); took > 10*time.Second {
+	if took := time.Since(start); took > deadline/2 {
 		t.Errorf("they were told after %v", took)
 	}
 	close(g.pass)
@@ -384,7 +397,8 @@ func TestOwnerRestarts(t *testing.T) { overAll(t, ownerRestarts) }
 
 func ownerRestarts(t *testing.T, by [2]string) {
 	t.Helper()
-	c := configure(t, "prefill", nil, by)
+	// On an address of its own, where nobody else is given the ports meanwhile.
+	c := configure(t, "prefill", nil, by, [2]string{"node.bind", ownAddress()})
 	prefill := startWith(t, c, nil)
 	a := prefill.Addresses()
 	for key, port := range map[string]uint16{"gossip": a.Gossip.Port(), "peer": a.Peer.Port(), "data": a.Data.Port(), "http": a.HTTP.Port()} {
@@ -423,8 +437,8 @@ func ownerRestarts(t *testing.T, by [2]string) {
 		prefill = startWith(t, c, nil)
 		next := openEngine(t, prefill)
 		carry(t, fmt.Sprintf("first-%d", life), bring{chunks: chunks(), reference: true}, next, d)
-		if took := time.Since(start); took > 3*time.Second {
-			t.Errorf("life %d serves after %v, want 3s at most", life, took)
+		if took := time.Since(start); took > deadline/2 {
+			t.Errorf("life %d serves after %v", life, took)
 		}
 		if got := <-under; client.CodeOf(got.err) != kvferrypb.Failure_OWNER_LOST && client.CodeOf(got.err) != kvferrypb.Failure_REVOKED {
 			t.Errorf("retrieve from the former life: %v, %v, want OWNER_LOST", got.res, got.err)
@@ -524,7 +538,7 @@ func TestClockSetBack(t *testing.T) {
 // what it has published as final.
 func TestSessionIsLost(t *testing.T) {
 	g := newGate()
-	prefill, decode := startGated(t, g.wrap, [2]string{"timers.session_grace", "100ms"})
+	prefill, decode := startGated(t, g.wrap, shortGrace)
 	p, d := openEngine(t, prefill), openEngine(t, decode)
 	for i, chunk := range chunks() {
 		for _, r := range []string{"final", "open"} {
@@ -545,11 +559,11 @@ func TestSessionIsLost(t *testing.T) {
 	reads := d.retrieving("final", "", 0)
 	<-g.came
 	d.hangUp()
+	p.hangUp()
 	if got := <-reads; got.err == nil {
 		t.Errorf("a retrieve whose session was lost: %v", got.res)
 	}
 	awaitAllFree(t, decode)
-	p.hangUp()
 	await(t, "the session to end", func(context.Context) error {
 		if c := counts(t, prefill); c.GetLimbo() != 5 || c.GetOwned() != 0 {
 			return fmt.Errorf("%v", c)
@@ -567,6 +581,9 @@ func TestSessionIsLost(t *testing.T) {
 	}
 	awaitAllFree(t, prefill)
 }
+
+// shortGrace is for sessions whose engine hangs up, and long enough to open one.
+var shortGrace = [2]string{"timers.session_grace", "3s"}
 
 // hangUp breaks the engine's connection without a word.
 func (e *engine) hangUp() {

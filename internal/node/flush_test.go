@@ -1,7 +1,9 @@
 package node_test
 
 import (
+	"context"
 	"fmt"
+	"sync"
 	"testing"
 	"time"
 )
@@ -15,10 +17,20 @@ func TestPublishWhenGossipIsFull(t *testing.T) {
 		r := fmt.Sprint("r", i)
 		p.ingest(r)
 		p.write(r, 8)
+		ctx, stop := context.WithCancel(t.Context())
+		var filling sync.WaitGroup
 		prefill.FillOutbox()
+		filling.Go(func() { // it is emptied every few milliseconds
+			for ctx.Err() == nil {
+				prefill.FillOutbox()
+				<-time.After(100 * time.Microsecond)
+			}
+		})
 		start := time.Now()
 		deferred := p.publish(r, true).GetGossipDeferred()
 		took := time.Since(start)
+		stop()
+		filling.Wait()
 		if !deferred {
 			continue
 		}

@@ -161,8 +161,14 @@ func (g *trio) leases(n *member, want uint32) {
 	})
 }
 
+// goodbye is what who waits hears of an owner that goes: it says so before, as far
+// as there is time for that.
+func goodbye() []kvferrypb.Failure_Code {
+	return []kvferrypb.Failure_Code{kvferrypb.Failure_REVOKED, kvferrypb.Failure_OWNER_LOST}
+}
+
 // ended waits for a retrieve that fails, for the named owner's fault.
-func (g *trio) ended(what string, done <-chan result, want kvferrypb.Failure_Code, of *member) {
+func (g *trio) ended(what string, done <-chan result, of *member, want ...kvferrypb.Failure_Code) {
 	g.t.Helper()
 	var got result
 	select {
@@ -171,7 +177,7 @@ func (g *trio) ended(what string, done <-chan result, want kvferrypb.Failure_Cod
 		g.t.Fatalf("%s hangs", what)
 	}
 	f := failureOf(g.t, got.err)
-	if f.GetCode() != want {
+	if !slices.Contains(want, f.GetCode()) {
 		g.t.Fatalf("%s: %v, %v, want %v", what, got.res, f, want)
 	}
 	if of != nil && (f.GetPeer() != string(of.Life().Node) || f.GetPeerIncarnation() != uint64(of.Life().Incarnation)) {
@@ -418,11 +424,11 @@ func TestGroupEndsInTheMiddle(t *testing.T) {
 					}
 					return
 				}
-				want := tt.want
-				if want == kvferrypb.Failure_OWNER_LOST && !reads {
-					want = kvferrypb.Failure_REVOKED // it says so before it goes
+				want := []kvferrypb.Failure_Code{tt.want}
+				if tt.want == kvferrypb.Failure_OWNER_LOST && !reads {
+					want = goodbye()
 				}
-				g.ended(name, done, want, of)
+				g.ended(name, done, of, want...)
 				for _, n := range []*member{g.a, g.b} {
 					if of != nil && of == n && tt.want == kvferrypb.Failure_OWNER_LOST {
 						continue
@@ -458,7 +464,7 @@ func TestGroupNodeRestarts(t *testing.T) {
 	awaitLanded(g.d, "r1", 20)
 	was := g.b
 	g.b.closeWithin(time.Millisecond)
-	g.ended("its former life", done, kvferrypb.Failure_REVOKED, was) // it says so before it goes
+	g.ended("its former life", done, was, goodbye()...)
 	g.leases(g.a, 0)
 	g.b = startNode(t, "b", g.a, ranked("g", "1")...)
 	awaitPeers(t, g.a, g.b, g.c)
@@ -831,7 +837,7 @@ func TestReferenceOfTheOtherNode(t *testing.T) {
 // time are of one retrieval.
 func TestGroupOfManyCalls(t *testing.T) {
 	g := startTrio(t, nil)
-	for round := range 10 {
+	for round := range 5 {
 		r := fmt.Sprint("r", round)
 		g.ingest(r)
 		refs := append(grow(r, 13, false, g.x, g.y), "")
@@ -860,13 +866,13 @@ func TestGroupOfManyCalls(t *testing.T) {
 func TestGroupUnderStress(t *testing.T) {
 	small := [2]string{"arena.pages", "24"}
 	g := startTrio(t, nil, small, [2]string{"transfer.limits.slice", "4KiB"})
-	end := time.Now().Add(*soak)
+	goesOn := until(t, *soak)
 	var work sync.WaitGroup
 	var ready, calm atomic.Int64
 	for seat := range 3 {
 		work.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(seat), 1))
-			for i := 0; time.Now().Before(end) && !t.Failed(); i++ {
+			for i := 0; goesOn(calm.Load() > 0); i++ {
 				if g.round(fmt.Sprintf("r%d-%d", seat, i), rng) {
 					calm.Add(1)
 				}
@@ -991,7 +997,11 @@ func (e *engine) produce(r string, rng *rand.Rand, wild bool, refs chan<- string
 // harmless complains of an error that nothing in the test can cause.
 func (g *trio) harmless(what string, err error) {
 	switch c := client.CodeOf(err); c {
-	case kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_MALFORMED, kvferrypb.Failure_INTERNAL, kvferrypb.Failure_TRANSPORT, kvferrypb.Failure_INVALID:
+	case kvferrypb.Failure_TRANSPORT:
+		if !strings.Contains(err.Error(), context.DeadlineExceeded.Error()) { // a machine that is busy with something else can
+			g.t.Errorf("%s: %v", what, err)
+		}
+	case kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_MALFORMED, kvferrypb.Failure_INTERNAL, kvferrypb.Failure_INVALID:
 		g.t.Errorf("%s: %v", what, err)
 	default:
 	}

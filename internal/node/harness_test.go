@@ -4,10 +4,11 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"hash/fnv"
+	"hash/crc32"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -27,8 +28,9 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-// deadline bounds every single wait of these tests.
-const deadline = 20 * time.Second
+// deadline bounds every single wait of these tests: whoever needs so long hangs,
+// also on a machine that is busy with something else.
+const deadline = time.Minute
 
 // member is a running node of a test's cluster.
 type member struct {
@@ -65,15 +67,16 @@ func overAll(t *testing.T, f func(t *testing.T, by [2]string)) {
 	}
 }
 
-// yaml is the node section that all tests share: small pages, short timers, and no
-// devices, whatever the machine has.
+// yaml is the node section that all tests share: small pages, and no devices,
+// whatever the machine has. Nothing runs out by itself: what has to end in a test is
+// ended, or has a timer of its own there.
 const yaml = `
 node: {name: %s, role: both, bind: 127.0.0.1, socket: %s, state_dir: %s}
 ports: {gossip: 0, peer: 0, data: 0, http: 0}
 arena: {model: test, pages: 64, page_size: 8, layers: 2, heads: 2, head_dim: 8, dtype: bf16, layout: NHD}
 transfer: {transports: [shm, tcp], rendezvous: %s, staging: 64MiB}
 cluster: {name: %s, preset: fast}
-timers: {drain: 10ms}
+timers: {drain: 10ms, hold: 5m, lease: 2m, stall: 20s}
 `
 
 // startNode runs a node in this process until the end of the test. set are
@@ -160,6 +163,15 @@ func (m *member) closeWithin(drain time.Duration) {
 	if err := m.device.Close(); err != nil {
 		m.t.Errorf("close %s: %v", m.Life(), err)
 	}
+}
+
+// addresses counts those that ownAddress has given.
+var addresses atomic.Uint32
+
+// ownAddress is one of this machine that nobody else in this process listens on, or
+// is given a port of.
+func ownAddress() string {
+	return fmt.Sprintf("127.%d.%d.%d", 1+os.Getpid()>>8&0x7f, os.Getpid()&0xff, 1+addresses.Add(1))
 }
 
 // startPair runs two nodes that know each other.
@@ -272,15 +284,13 @@ func await(t testing.TB, what string, f func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-	for {
+	for pause := time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
 		err := f(ctx)
 		if err == nil {
 			return
 		}
 		select {
-		case <-tick.C:
+		case <-time.After(pause):
 		case <-ctx.Done():
 			t.Fatalf("waited %v for %s: %v", deadline, what, err)
 		}
@@ -517,15 +527,12 @@ func isRegion(a memory.Arena) bool {
 	return ok
 }
 
-// pattern is what a head vector of a token must hold.
+// pattern is what a head vector of a token must hold, in every process.
 func pattern(r, label string, token int, rank id.Rank, layer, kv, head, n int) []byte {
-	b := make([]byte, 0, n+8)
-	for i := 0; len(b) < n; i++ {
-		h := fnv.New64a()
-		fmt.Fprintf(h, "%s/%s/%d/%d/%d/%d/%d/%d", r, label, token, rank, layer, kv, head, i)
-		b = h.Sum(b)
-	}
-	return b[:n]
+	b := make([]byte, n)
+	mark := uint64(crc32.ChecksumIEEE([]byte(r)))<<32 | uint64(crc32.ChecksumIEEE([]byte(label)))
+	stamp(b, mix(mark, token, int(rank), layer, kv, head), token, rank, layer, kv, head)
+	return b
 }
 
 func (e *engine) publish(r string, final bool, change ...func(*kvferrypb.PublishRequest)) *kvferrypb.PublishResponse {

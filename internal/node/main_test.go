@@ -11,7 +11,7 @@ import (
 )
 
 // soak is how long the tests that can go on for ever do.
-var soak = flag.Duration("soak", 2*time.Second, "time of the stress test")
+var soak = flag.Duration("soak", time.Second, "time of the stress test")
 
 // rendezvous is where the nodes of all tests meet for shm, unless they say otherwise.
 var rendezvous string
@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 	_ = os.RemoveAll(fabricDir) // which may be ""
 	// memberlist waits for none of its goroutines: a probe may outlive its
 	// cluster by its longest interval.
-	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); {
+	for end := time.Now().Add(deadline); time.Now().Before(end); {
 		if err = goleak.Find(); err == nil {
 			break
 		}

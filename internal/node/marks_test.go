@@ -127,11 +127,17 @@ func stamp(b []byte, mark uint64, token int, rank id.Rank, layer, kv, head int) 
 		var word [8]byte
 		binary.LittleEndian.PutUint64(word[:], x)
 		copy(b[i:], word[:])
-		for _, v := range [...]int{token, int(rank), layer, kv, head, i} {
-			x = (x ^ uint64(v+1)) * 0x9e3779b97f4a7c15
-			x ^= x >> 29
-		}
+		x = mix(x, token, int(rank), layer, kv, head, i)
 	}
+}
+
+// mix is a number that depends on all of these.
+func mix(x uint64, values ...int) uint64 {
+	for _, v := range values {
+		x = (x ^ uint64(v+1)) * 0x9e3779b97f4a7c15
+		x ^= x >> 29
+	}
+	return x
 }
 
 // mark writes a new mark into all that plans say is to be written.

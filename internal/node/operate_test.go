@@ -210,18 +210,35 @@ func TestJoinTwo(t *testing.T) {
 		if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_INVALID || f.GetRemedy() == "" {
 			t.Errorf("%s: %v, want INVALID", name, f)
 		}
-		if took := time.Since(start); took > time.Second {
+		if took := time.Since(start); took > deadline/2 {
 			t.Errorf("%s: it took %v", name, took)
 		}
 	}
 	// Nobody there: the reason comes before the caller stops waiting for it.
-	short, cancel := context.WithTimeout(t.Context(), time.Second)
-	defer cancel()
-	_, err = decode.admin.Join(short, &kvferrypb.JoinRequest{Seeds: []string{"127.0.0.1:1"}})
+	err = inTime(t, func(ctx context.Context) error {
+		_, err := decode.admin.Join(ctx, &kvferrypb.JoinRequest{Seeds: []string{"127.0.0.1:1"}})
+		return err
+	})
 	if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_DEADLINE || f.GetRemedy() == "" ||
 		!strings.Contains(f.GetMessage(), "none of them lists us") || !strings.Contains(f.GetMessage(), "connection refused") {
 		t.Errorf("%v, %v, want DEADLINE that says why", f, err)
 	}
+}
+
+// inTime is the answer to a call that has a second, of which the node leaves a part
+// for it to come back: once in time, also on a machine that may sleep over that.
+func inTime(t testing.TB, call func(context.Context) error) (answer error) {
+	t.Helper()
+	await(t, "an answer in time", func(ctx context.Context) error {
+		ctx, cancel := context.WithTimeout(ctx, time.Second)
+		defer cancel()
+		answer = call(ctx)
+		if answer != nil && client.CodeOf(answer) == kvferrypb.Failure_UNSPECIFIED { // not the node's
+			return answer
+		}
+		return nil
+	})
+	return answer
 }
 
 // TestConfiguration: it is shown as it counts, without its secrets.

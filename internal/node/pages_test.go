@@ -231,7 +231,7 @@ func (o *toldPages) check() error {
 func TestPagesOfASessionThatEnds(t *testing.T) {
 	prefill, p := startChoosing(t, "prefill", nil)
 	old := p.Session
-	for round := range 20 {
+	for round := range 10 {
 		var grants []*kvferrypb.Grant
 		for i := range uint32(30) {
 			r := fmt.Sprintf("r%d-%d", round, i)

@@ -75,7 +75,7 @@ var overRDMA = [2]string{"transfer.transports", "rdma"}
 
 // impatient makes nodes notice soon what does not answer.
 func impatient() [][2]string {
-	return [][2]string{{"timers.backoff_min", "1ms"}, {"timers.stall", "1s"}}
+	return [][2]string{{"timers.backoff_min", "1ms"}, {"timers.stall", "5s"}}
 }
 
 // awaitAllClosed waits until nothing of a world is open.
@@ -330,11 +330,12 @@ func TestBrokenFabricIsTold(t *testing.T) {
 	if by := over(t, "broken", p, d); by != tcp.Name {
 		t.Errorf("it came by %s", by)
 	}
-	r := refusal(peerOf(t, decode, "prefill"), rdmaread.Name)
-	if r == nil || !strings.Contains(r.GetReason(), "double") {
-		t.Errorf("%v, want why it is not used, and the device", r)
+	// A link can be opened all the same, and after a rest it is tried again.
+	i := peerOf(t, decode, "prefill")
+	if r := refusal(i, rdmaread.Name); !strings.Contains(r.GetReason(), "double") && i.GetTransport() != rdmaread.Name {
+		t.Errorf("%v, want why it is not used, and the device", i)
 	}
-	if got := log.of("better transport is not used any more"); len(got) != 1 || !strings.Contains(got[0], "level=WARN") {
+	if got := log.of("better transport is not used any more"); len(got) == 0 || !strings.Contains(got[0], "level=WARN") || !strings.Contains(got[0], "double") {
 		t.Errorf("the log says %q", got)
 	}
 	if v := metric(t, decode, `kvferry_reads_total{result="failed",transport="rdma"}`); v < 2 {
@@ -350,8 +351,8 @@ func TestBrokenFabricIsTold(t *testing.T) {
 	if by := over(t, "after", p, d); by != rdmaread.Name {
 		t.Errorf("it came by %s", by)
 	}
-	if got := fallbacks(t, decode, tcp.Name, rdmaread.Name, "recovered"); got != 1 {
-		t.Errorf("came back %v times, want once", got)
+	if got := fallbacks(t, decode, tcp.Name, rdmaread.Name, "recovered"); got == 0 {
+		t.Error("nothing says that it came back")
 	}
 }
 
@@ -443,7 +444,7 @@ func TestRequiredFabricBreaks(t *testing.T) {
 	if f := failureOf(t, err); f.GetCode() != kvferrypb.Failure_TRANSPORT || f.GetPeer() != "prefill" || f.GetTransport() != rdmaread.Name || !strings.Contains(f.GetMessage(), "double") {
 		t.Errorf("%v, want TRANSPORT of prefill by rdma, and the device", f)
 	}
-	if took := time.Since(begin); took > 10*time.Second {
+	if took := time.Since(begin); took > deadline/2 {
 		t.Errorf("it took %v", took)
 	}
 	d.remove("r1")

@@ -409,17 +409,18 @@ func TestTooLateSaysWhatItReads(t *testing.T) {
 	for name, tt := range map[string]struct {
 		wrap    func(transfer.Transport) transfer.Transport
 		backOff string
+		state   string
 		says    []string
 		by      string
 	}{
-		"opening a link": {mute, "1ms", []string{"reading from prefill.", "no link is open by shm"}, ""},
+		"opening a link": {mute, "1ms", "reading", []string{"reading from prefill.", "no link is open by shm"}, ""},
 		"reading": {
-			faulty(func(int) transfertest.Fault { return transfertest.Fault{Lose: true} }), "1ms",
+			faulty(func(int) transfertest.Fault { return transfertest.Fault{Lose: true} }), "1ms", "reading",
 			[]string{"reading from prefill.", " by shm"},
 			shm.Name,
 		},
 		"after a failure": {
-			faulty(func(int) transfertest.Fault { return transfertest.Fault{Err: errors.New("a module was pulled")} }), "1h",
+			faulty(func(int) transfertest.Fault { return transfertest.Fault{Err: errors.New("a module was pulled")} }), "1h", "backoff",
 			[]string{"(backoff; the attempt before failed", "a module was pulled"},
 			shm.Name,
 		},
@@ -432,7 +433,15 @@ func TestTooLateSaysWhatItReads(t *testing.T) {
 			d.ingest("r1")
 			p.write("r1", 20)
 			p.publish("r1", true, to("decode"))
-			_, err := d.retrieve("r1", "", 0, 100*time.Millisecond)
+			d.begin("r1", false, 0)
+			await(t, "it to be there", func(ctx context.Context) error {
+				res, err := decode.admin.Retrievals(ctx, &kvferrypb.RetrievalsRequest{})
+				if err != nil || len(res.GetItems()) != 1 || res.GetItems()[0].GetState() != tt.state || res.GetItems()[0].GetTransport() != tt.by {
+					return fmt.Errorf("%v, %w", res, err)
+				}
+				return nil
+			})
+			_, err := d.retrieve("r1", "", 0, 50*time.Millisecond)
 			f := failureOf(t, err)
 			if f.GetCode() != kvferrypb.Failure_DEADLINE || f.GetTransport() != tt.by {
 				t.Errorf("%v, want DEADLINE by %s", f, tt.by)

@@ -1,18 +1,18 @@
 package node_test
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"net"
-	"net/http"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -98,16 +98,7 @@ func dialPeer(t testing.TB, n *member, creds credentials.TransportCredentials) k
 // metric reads one value of /metrics.
 func metric(t testing.TB, n *member, name string) float64 {
 	t.Helper()
-	res, err := http.Get("http://" + n.Addresses().HTTP.String() + "/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer res.Body.Close()
-	b, err := io.ReadAll(res.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for line := range strings.Lines(string(b)) {
+	for line := range strings.Lines(string(exposition(t, n))) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {
 			v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
 			if err != nil {
@@ -213,7 +204,7 @@ func TestStrangersAreRefused(t *testing.T) {
 // can be claimed with it, in whichever call.
 func TestNobodySpeaksForAnother(t *testing.T) {
 	a := newAuthority(t, year)
-	prefill, decode := startSecure(t, a, [2]string{"timers.hold", "2s"})
+	prefill, decode := startSecure(t, a)
 	p, d := openEngine(t, prefill), openEngine(t, decode)
 	p.ingest("r1")
 	p.write("r1", 20)
@@ -335,7 +326,7 @@ func TestGossipKeyIsNoProof(t *testing.T) {
 func TestRefusedRead(t *testing.T) {
 	a := newAuthority(t, year)
 	own, other := identityOf(t, a, "impostor"), identityOf(t, newAuthority(t, year), "impostor")
-	_, decode := startSecure(t, a, [2]string{"timers.backoff_max", "30s"}, [2]string{"timers.backoff_min", "20s"})
+	_, decode := startSecure(t, a, [2]string{"timers.backoff_max", "2h"}, [2]string{"timers.backoff_min", "1h"}) // there is no other attempt
 	d := openEngine(t, decode)
 	imp := startDisguised(t, decode, nil, disguise{peer: own, gossip: own, data: other})
 	awaitImpostor(t, decode, false)
@@ -344,16 +335,11 @@ func TestRefusedRead(t *testing.T) {
 		return &kvferrypb.Announcement{Message: pub.Full, Request: "r1"}, nil
 	}
 	d.ingest("r1")
-	start := time.Now()
 	res, err := d.retrieve("r1", ref, 0, deadline)
-	took := time.Since(start)
 	f := failureOf(t, err)
 	if f.GetCode() != kvferrypb.Failure_TRANSPORT || status.Code(err) != codes.Unavailable || f.GetPeer() != "impostor" ||
 		!strings.Contains(f.GetMessage(), "unknown authority") || !strings.Contains(f.GetRemedy(), "security.certificate") {
 		t.Errorf("%v, %v (%v), want TRANSPORT that says what to check", res, f, err)
-	}
-	if took > 5*time.Second { // another attempt comes after ten
-		t.Errorf("it took %v", took)
 	}
 	d.remove("r1")
 	awaitAllFree(t, decode)
@@ -376,7 +362,7 @@ func TestPlainGossipIsToldOf(t *testing.T) {
 			if tt.secure {
 				certified(t, newAuthority(t, year), c)
 			}
-			var log bytes.Buffer
+			var log lines
 			n, err := node.Start(t.Context(), node.Options{Config: c, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 			if err != nil {
 				t.Fatal(err)
@@ -384,8 +370,9 @@ func TestPlainGossipIsToldOf(t *testing.T) {
 			if err := n.Close(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			if warns := strings.Contains(log.String(), "level=WARN") && strings.Contains(log.String(), "set cluster.keyring"); warns != tt.warns {
-				t.Errorf("it warns: %v, want %v\n%s", warns, tt.warns, log.String())
+			said := log.of("set cluster.keyring")
+			if warns := slices.ContainsFunc(said, func(line string) bool { return strings.Contains(line, "level=WARN") }); warns != tt.warns {
+				t.Errorf("it warns: %v, want %v: %q", warns, tt.warns, said)
 			}
 		})
 	}
@@ -529,24 +516,27 @@ func TestSilentStrangers(t *testing.T) {
 				certified(t, a, c)
 				creds = credentials.NewTLS(identityOf(t, a, "decode").Client(identity.Peer, "alone"))
 			}
-			n := startWith(t, c, nil)
-			for range 300 { // more than shake hands at once
-				conn, err := net.Dial("tcp", n.Addresses().Peer.String())
-				if err != nil {
-					t.Fatal(err)
+			// After connectTime they are sent away in any case. Once it is seen that
+			// nobody waits for that, also on a machine that may sleep over it.
+			await(t, "them to be in nobody's way", func(context.Context) error {
+				n := startWith(t, c, nil)
+				for range 300 { // more than shake hands at once
+					conn, err := net.Dial("tcp", n.Addresses().Peer.String())
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer conn.Close()
 				}
-				defer conn.Close()
-			}
-			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
-			defer cancel()
-			if _, err := dialPeer(t, n, creds).Hello(ctx, &kvferrypb.HelloRequest{From: &kvferrypb.Life{Node: "decode", Incarnation: 1}, To: "alone"}, grpc.WaitForReady(true)); err != nil {
-				t.Errorf("a peer among them: %v", err)
-			}
-			start := time.Now()
-			n.close()
-			if took := time.Since(start); took > 4*time.Second {
-				t.Errorf("they kept the node for %v", took)
-			}
+				ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+				defer cancel()
+				_, err := dialPeer(t, n, creds).Hello(ctx, &kvferrypb.HelloRequest{From: &kvferrypb.Life{Node: "decode", Incarnation: 1}, To: "alone"}, grpc.WaitForReady(true))
+				start := time.Now()
+				n.close()
+				if took := time.Since(start); took > 4*time.Second {
+					err = errors.Join(err, fmt.Errorf("they kept the node for %v", took))
+				}
+				return err
+			})
 		})
 	}
 }

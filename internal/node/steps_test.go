@@ -591,7 +591,7 @@ func TestHostileSteps(t *testing.T) {
 // TestSessionEndsWithForks: a session that is lost amid a step leaves nothing,
 // whichever copies were made.
 func TestSessionEndsWithForks(t *testing.T) {
-	n := startNode(t, "one", nil, [2]string{"timers.session_grace", "50ms"})
+	n := startNode(t, "one", nil, shortGrace)
 	e := openEngine(t, n)
 	e.ingest("r")
 	e.write("r", 20)

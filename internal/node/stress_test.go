@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -40,7 +41,7 @@ func TestStress(t *testing.T) {
 		if i > 0 {
 			seed = nodes[0]
 		}
-		wrap := faulty(func(int) transfertest.Fault {
+		wrap := faultyWithin(200*time.Millisecond, func(int) transfertest.Fault {
 			switch rand.IntN(20) {
 			case 0:
 				return transfertest.Fault{Err: context.Canceled}
@@ -58,16 +59,15 @@ func TestStress(t *testing.T) {
 	}
 	awaitPeers(t, nodes...)
 	seats := [...]int{3, 3, 2}
-	end := time.Now().Add(*soak)
+	goesOn := until(t, *soak)
 	var lib library
 	var work sync.WaitGroup
-	var all []*baboon
+	var shown deeds
 	for i, n := range nodes {
 		for j := range seats[i] {
-			b := &baboon{engine: openEngine(t, n), node: i, seat: j, rng: rand.New(rand.NewPCG(uint64(i), uint64(j))), lib: &lib, book: make(book)}
-			all = append(all, b)
+			b := &baboon{engine: openEngine(t, n), node: i, seat: j, rng: rand.New(rand.NewPCG(uint64(i), uint64(j))), lib: &lib, book: make(book), deeds: &shown}
 			work.Go(func() {
-				for time.Now().Before(end) && !t.Failed() {
+				for goesOn(shown.all()) {
 					b.act()
 				}
 				if err := b.Close(); err != nil {
@@ -83,14 +83,33 @@ func TestStress(t *testing.T) {
 			t.Errorf("%s: %+v", n.Life(), c)
 		}
 	}
-	var sum baboon
-	for _, b := range all {
-		sum.done, sum.ready, sum.forked, sum.staged, sum.moved = sum.done+b.done, sum.ready+b.ready, sum.forked+b.forked, sum.staged+b.staged, sum.moved+b.moved
-	}
-	t.Logf("of %d acts %d made something ready, %d forked, %d took what was staged, %d moved", sum.done, sum.ready, sum.forked, sum.staged, sum.moved)
-	if sum.ready == 0 || sum.forked == 0 || sum.staged == 0 || sum.moved == 0 {
+	t.Logf("of %d acts %d made something ready, %d forked, %d took what was staged, %d moved",
+		shown.done.Load(), shown.ready.Load(), shown.forked.Load(), shown.staged.Load(), shown.moved.Load())
+	if !shown.all() {
 		t.Error("the test shows nothing")
 	}
+}
+
+// until says whether to go on: for so long, and then until enough was seen, as long
+// as nothing has failed.
+func until(t testing.TB, soak time.Duration) func(enough bool) bool {
+	begin := time.Now()
+	return func(enough bool) bool {
+		past := time.Since(begin)
+		return !t.Failed() && (past < soak || !enough && past < soak+deadline)
+	}
+}
+
+// deeds are what all engines together have done.
+type deeds struct {
+	done, ready    atomic.Int64
+	moved          atomic.Int64 // to the host or back
+	forked, staged atomic.Int64
+}
+
+// all says that there was something of each.
+func (d *deeds) all() bool {
+	return d.ready.Load() > 0 && d.moved.Load() > 0 && d.forked.Load() > 0 && d.staged.Load() > 0
 }
 
 // baboon is an engine without a plan. A request is its publisher's by name:
@@ -99,13 +118,11 @@ func TestStress(t *testing.T) {
 // and a retention.
 type baboon struct {
 	*engine
-	node, seat     int
-	rng            *rand.Rand
-	lib            *library // of all
-	book           book     // of what is written here
-	ready, done    int
-	moved          int // to the host or back
-	forked, staged int
+	node, seat int
+	rng        *rand.Rand
+	lib        *library // of all
+	book       book     // of what is written here
+	*deeds              // of all
 }
 
 // allowed are the failures that may meet who does everything at once.
@@ -127,7 +144,7 @@ func (b *baboon) check(what string, err error) bool {
 func (b *baboon) one(n int) bool { return b.rng.IntN(n) == 0 }
 
 func (b *baboon) act() {
-	b.done++
+	b.done.Add(1)
 	n := b.rng.IntN(3)
 	mine := fmt.Sprintf("%d-%d-%d", b.node, b.seat, n)
 	theirs := fmt.Sprintf("%d-%d-%d", (b.node+1+b.rng.IntN(2))%3, b.seat, n)
@@ -181,12 +198,12 @@ func (b *baboon) act() {
 	case 14, 15:
 		res, err := b.Offload(b.ctx(), &kvferrypb.OffloadRequest{Request: any})
 		if b.check("offload", err) && res.GetFreed() > 0 {
-			b.moved++
+			b.moved.Add(1)
 		}
 	case 16:
 		res, err := b.Reload(b.ctx(), &kvferrypb.ReloadRequest{Request: any})
 		if b.check("reload", err) && res.GetPages() > 0 {
-			b.moved++
+			b.moved.Add(1)
 		}
 	}
 }
@@ -243,7 +260,7 @@ func (b *baboon) write(req *kvferrypb.AdmitRequest) error {
 		return err
 	}
 	if ahead != 0 && step.GetStep() == ahead {
-		b.staged++
+		b.staged.Add(1)
 	}
 	if b.one(6) {
 		aborted := make(chan error, 1)
@@ -261,7 +278,7 @@ func (b *baboon) write(req *kvferrypb.AdmitRequest) error {
 		b.t.Errorf("commit: %v", err)
 	}
 	if len(req.GetPreForks())+len(req.GetPostForks()) > 0 {
-		b.forked++
+		b.forked.Add(1)
 	}
 	return nil
 }
@@ -297,7 +314,7 @@ func (b *baboon) bring(r string, labels []string) {
 	if !b.check("retrieve", err) || res.GetReadiness() != kvferrypb.Readiness_READY {
 		return
 	}
-	b.ready++
+	b.ready.Add(1)
 	if got, err := b.read(r, labels...); b.check("look", err) {
 		if d := b.lib.differs(r, got); d != "" {
 			b.t.Errorf("node %d seat %d: %s", b.node, b.seat, d)

@@ -104,8 +104,8 @@ func (s *side) offload() {
 func (s *side) reload() {
 	var r *request
 	for _, o := range s.all() { // there are few
-		if o.away() && o.move == nil && (r == nil || s.below(2, "this") == 0) {
-			r = o
+		if o.away() && o.move == nil && (r == nil || o.key != "" || s.below(2, "this") == 0) {
+			r = o // what is kept is rare
 		}
 	}
 	if r == nil {

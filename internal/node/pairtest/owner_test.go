@@ -452,7 +452,13 @@ func (s *side) picked() *request {
 }
 
 func (s *side) remove() {
-	if r := s.picked(); r != nil {
+	r := s.picked()
+	for _, name := range names { // what is then kept is rare
+		if o := s.requests[name]; o != nil && o.final && o.away() {
+			r = o
+		}
+	}
+	if r != nil {
 		s.removeRequest(r, s.below(2, "discard") == 0)
 		s.saw("remove")
 	}

@@ -28,6 +28,7 @@ type side struct {
 	pieces []piece // of one token
 	ranks  []id.Rank
 	arenas map[id.Rank]*memory.Region
+	device map[id.Rank][]byte // of the arenas
 	host   map[id.Rank][]byte
 	seals  *memory.SealTable
 	local  *transfertest.Memory
@@ -49,6 +50,7 @@ func newSide(t *testing.T, net *transfertest.Network, name id.Node, order page.O
 		life:   id.Life{Node: name, Incarnation: 7},
 		layout: page.Layout{Order: order, DType: page.BF16, Layers: 2, Pages: pages, PageSize: pageSize, Heads: 2, HeadDim: headBytes / 2},
 		arenas: make(map[id.Rank]*memory.Region),
+		device: make(map[id.Rank][]byte),
 		host:   make(map[id.Rank][]byte),
 		links:  make(map[*side]transfer.Link),
 	}
@@ -66,7 +68,7 @@ func newSide(t *testing.T, net *transfertest.Network, name id.Node, order page.O
 		}
 		t.Cleanup(func() { arena.Close() })
 		s.ranks = append(s.ranks, r)
-		s.arenas[r] = arena
+		s.arenas[r], s.device[r] = arena, arena.Bytes()
 		s.host[r] = make([]byte, s.layout.Bytes()/int64(pages)*hostPages)
 	}
 	var err error
@@ -161,7 +163,7 @@ func (s *side) bytes(r id.Rank, p place, x piece) []byte {
 	if p.onHost {
 		return s.host[r][n : n+headBytes]
 	}
-	return s.arenas[r].Bytes()[n : n+headBytes]
+	return s.device[r][n : n+headBytes]
 }
 
 // put writes a token, as an engine would.
