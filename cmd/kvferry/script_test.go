@@ -27,8 +27,15 @@ import (
 // TestMain lets the test's binary be kvferry, in scripts and for the nodes
 // that `kvferry local up` starts in them.
 func TestMain(m *testing.M) {
+	if os.Getenv(raceOptions) == "" {
+		// Else every command sleeps for a second before it ends.
+		_ = os.Setenv(raceOptions, "atexit_sleep_ms=50") // it cannot fail
+	}
 	testscript.Main(m, map[string]func(){"kvferry": main})
 }
+
+// raceOptions are the variable that the race detector reads.
+const raceOptions = "GORACE"
 
 // TestScripts runs testdata/script: the command line as its users see it, with
 // real processes. Each script has a directory of its own for clusters and
@@ -38,7 +45,6 @@ func TestScripts(t *testing.T) {
 		Dir:                 "testdata/script",
 		RequireExplicitExec: true,
 		RequireUniqueNames:  true,
-		Deadline:            time.Now().Add(4 * time.Minute), // of all, on a machine that is busy
 		Setup: func(env *testscript.Env) error {
 			// A short path: sockets lie below it.
 			run, err := os.MkdirTemp("", "kvf")
@@ -46,6 +52,7 @@ func TestScripts(t *testing.T) {
 				return err
 			}
 			env.Setenv("XDG_RUNTIME_DIR", run)
+			env.Setenv(raceOptions, os.Getenv(raceOptions))
 			env.Defer(func() { downAll(run) })
 			return nil
 		},
@@ -87,13 +94,13 @@ func exits(ts *testscript.TestScript, neg bool, args []string) {
 }
 
 // await PATTERN COMMAND... runs a command again until it succeeds and its
-// standard output matches, or with ! until it fails, for 20 s at most.
+// standard output matches, or with ! until it fails, for a minute at most.
 func await(ts *testscript.TestScript, neg bool, args []string) {
 	pattern, err := regexp.Compile("(?m)" + args[0])
 	ts.Check(err)
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	ts.Check(localcluster.WaitFor(ctx, 20*time.Millisecond, func() error {
+	ts.Check(localcluster.WaitFor(ctx, 100*time.Millisecond, func() error {
 		err := ts.Exec(args[1], args[2:]...)
 		switch {
 		case neg && err == nil:
@@ -161,7 +168,7 @@ func terminate(ts *testscript.TestScript, _ bool, _ []string) {
 // matched twice, and sends it SIGINT, which must end it with code 0.
 func interrupted(ts *testscript.TestScript, _ bool, args []string) {
 	pattern := regexp.MustCompile(args[0])
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	c := exec.CommandContext(ctx, args[1], args[2:]...)
 	c.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+ts.Getenv("XDG_RUNTIME_DIR"))

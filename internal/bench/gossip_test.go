@@ -9,11 +9,12 @@ import (
 	"time"
 )
 
-// smallGossip measures quickly, and nothing that could be relied upon.
+// smallGossip measures quickly, and nothing that could be relied upon. A process
+// that stands still for two seconds still has time for some announcements.
 func smallGossip() gossipPlan {
 	return gossipPlan{
-		rounds: 2, nodes: []int{3, 5}, rate: 30, goal: 80, greater: []float64{160}, fast: true,
-		idle: 50 * time.Millisecond, life: 100 * time.Millisecond, window: 250 * time.Millisecond, settle: time.Second,
+		rounds: 2, nodes: []int{3, 5}, rate: 30, goal: 80, fast: true,
+		idle: 50 * time.Millisecond, life: 300 * time.Millisecond, window: 1200 * time.Millisecond, settle: 3 * time.Second,
 	}
 }
 
@@ -86,7 +87,7 @@ func TestLoadSeesWhoIsDeaf(t *testing.T) {
 		t.Fatal(err)
 	}
 	const settle = 300 * time.Millisecond
-	out, err := load{rate: 100, life: 100 * time.Millisecond, window: 200 * time.Millisecond, settle: settle}.run(t.Context(), m)
+	out, err := load{rate: 100, life: 300 * time.Millisecond, window: 1200 * time.Millisecond, settle: settle}.run(t.Context(), m)
 	if err != nil {
 		t.Fatal(err)
 	}

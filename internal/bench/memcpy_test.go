@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"io"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -117,7 +118,7 @@ func TestCompilerInterrupted(t *testing.T) {
 	if err := unix.Mkfifo(begun, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	script := "#!/bin/sh\n: >\"$TMPDIR/cc1.s\"\n(sleep 600; : >\"$TMPDIR/late\") &\n: >" + begun + "\nwait\n"
+	script := "#!/bin/sh\n: >\"$TMPDIR/cc1.s\"\nexec 3>" + begun + "\n(sleep 600; : >\"$TMPDIR/late\") &\necho begun >&3\nwait\n"
 	if err := os.WriteFile(filepath.Join(dir, "cc"), []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -133,16 +134,23 @@ func TestCompilerInterrupted(t *testing.T) {
 		}
 		done <- err
 	}()
-	if _, err := os.ReadFile(begun); err != nil { // waits for who writes
+	held, err := os.Open(begun) // waits for who writes; all that it has started hold it open
+	if err != nil {
 		t.Fatal(err)
 	}
-	start := time.Now()
+	defer held.Close()
+	if _, err := held.Read(make([]byte, 6)); err != nil {
+		t.Fatal(err)
+	}
 	cancel(interrupted)
 	if err := <-done; !errors.Is(err, interrupted) {
 		t.Errorf("ended: %v", err)
 	}
-	if took := time.Since(start); took > 900*time.Millisecond { // the wait for who holds its output
-		t.Errorf("what the compiler started went on for %v", took)
+	if err := held.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := held.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
+		t.Errorf("what the compiler started goes on: %v", err)
 	}
 	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
 		t.Errorf("left behind: %v, %v", left, err)

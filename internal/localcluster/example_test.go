@@ -3,28 +3,34 @@ package localcluster_test
 import (
 	"context"
 	"fmt"
+	"os"
 	"syscall"
 
 	"github.com/kvferry/kvferry/internal/localcluster"
 )
 
-// A test of another package: real processes of the program at Binary, one of
-// them killed and started again where it was.
+// A test of another package: real processes, one of them killed and started again
+// where it was. Binary is the program; without it the nodes run this one.
 func ExampleUp() {
 	ctx := context.Background()
-	c, err := localcluster.Up(ctx, localcluster.Options{Name: "example", Prefill: 1, Decode: 1, Binary: "bin/kvferry"})
+	root, err := os.MkdirTemp("", "lc")
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
-	defer func() { fmt.Println(c.Down(ctx)) }()
-	if err := c.Kill("prefill-0", syscall.SIGKILL); err != nil {
+	defer os.RemoveAll(root)
+	c, err := localcluster.Up(ctx, localcluster.Options{Root: root, Prefill: 1, Decode: 1, Set: []string{"arena.pages=4"}})
+	if err != nil {
 		fmt.Println(err)
+		return
 	}
-	if err := c.Restart(ctx, "prefill-0", true); err != nil {
-		fmt.Println(err)
-	}
-	if err := c.Meet(ctx); err != nil {
-		fmt.Println(err)
-	}
+	defer func() { fmt.Println("down:", c.Down(ctx)) }()
+	fmt.Println("kill:", c.Kill("prefill-0", syscall.SIGKILL))
+	fmt.Println("restart:", c.Restart(ctx, "prefill-0", true))
+	fmt.Println("meet:", c.Meet(ctx))
+	// Output:
+	// kill: <nil>
+	// restart: <nil>
+	// meet: <nil>
+	// down: <nil>
 }

@@ -35,7 +35,7 @@ func root(t *testing.T) string {
 }
 
 func options(sets ...string) Options {
-	return Options{Prefill: 1, Decode: 2, Set: append([]string{"arena.pages=4"}, sets...), Timeout: 20 * time.Second}
+	return Options{Prefill: 1, Decode: 2, Set: append([]string{"arena.pages=4"}, sets...), Timeout: time.Minute}
 }
 
 func deadline(t *testing.T, d time.Duration) context.Context {
@@ -47,7 +47,7 @@ func deadline(t *testing.T, d time.Duration) context.Context {
 
 func up(t *testing.T, o Options) *Cluster {
 	t.Helper()
-	ctx := deadline(t, 30*time.Second)
+	ctx := deadline(t, 2*time.Minute)
 	c, err := Up(ctx, o)
 	if err != nil {
 		t.Fatal(err)
@@ -139,7 +139,7 @@ func TestUpAndDown(t *testing.T) {
 			t.Errorf("node %s is %s: %v", s.Node.Node, s.State(), s.Err)
 		}
 	}
-	if err := loaded.Down(deadline(t, 20*time.Second)); err != nil {
+	if err := loaded.Down(deadline(t, time.Minute)); err != nil {
 		t.Error(err)
 	}
 	nothingLeft(t, dir, nodes)
@@ -176,7 +176,7 @@ func settled(t *testing.T, nodes []Node) {
 func TestUpTwice(t *testing.T) {
 	root(t)
 	c := up(t, options())
-	_, err := Up(deadline(t, 20*time.Second), options())
+	_, err := Up(deadline(t, time.Minute), options())
 	if !errors.Is(err, ErrUp) {
 		t.Errorf("second up: %v, want ErrUp", err)
 	}
@@ -201,7 +201,7 @@ func TestFailureOfOneNodeTearsDown(t *testing.T) {
 	}{
 		"seed dies":      {model: "die prefill-0", want: []string{"prefill-0 ended before it was ready", "prefill-0 has no wish to live"}},
 		"last node dies": {model: "die decode-1", want: []string{"decode-1 ended before it was ready", "decode-1 has no wish to live"}},
-		"no ready line":  {model: "mute decode-0", timeout: time.Second, want: []string{"decode-0", "not up within 1s", "hello from decode-0"}},
+		"no ready line":  {model: "mute decode-0", timeout: 8 * time.Second, want: []string{"decode-0", "not up within 8s", "hello from decode-0"}},
 		"another line":   {model: "garbage decode-0", want: []string{"decode-0", "read ready line"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -210,7 +210,7 @@ func TestFailureOfOneNodeTearsDown(t *testing.T) {
 			if tt.timeout > 0 {
 				o.Timeout = tt.timeout
 			}
-			c, err := Up(deadline(t, 30*time.Second), o)
+			c, err := Up(deadline(t, 2*time.Minute), o)
 			if err == nil {
 				_ = c.Down(context.Background())
 				t.Fatal("up")
@@ -235,7 +235,7 @@ func TestUpEndsWithItsContext(t *testing.T) {
 	watch := make(chan struct{})
 	go func() {
 		defer close(watch)
-		_ = WaitFor(deadline(t, 20*time.Second), 10*time.Millisecond, func() error {
+		_ = WaitFor(deadline(t, time.Minute), 10*time.Millisecond, func() error {
 			if r, err := readRecord(filepath.Join(dir, DefaultName)); err != nil || len(r.Nodes) < 2 {
 				return errors.New("not begun")
 			}
@@ -257,7 +257,7 @@ func TestUpEndsWithItsContext(t *testing.T) {
 func TestDownKillsTheStubborn(t *testing.T) {
 	dir := root(t)
 	o := options("arena.model=stubborn decode-0")
-	c, err := Up(deadline(t, 30*time.Second), o)
+	c, err := Up(deadline(t, 2*time.Minute), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -272,7 +272,7 @@ func TestDownKillsTheStubborn(t *testing.T) {
 
 func TestDownWakesTheStopped(t *testing.T) {
 	dir := root(t)
-	c, err := Up(deadline(t, 30*time.Second), options())
+	c, err := Up(deadline(t, 2*time.Minute), options())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -282,7 +282,7 @@ func TestDownWakesTheStopped(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := c.Down(deadline(t, 10*time.Second)); err != nil {
+	if err := c.Down(deadline(t, time.Minute)); err != nil {
 		t.Errorf("down: %v", err)
 	}
 	nothingLeft(t, dir, nodes)
@@ -319,7 +319,7 @@ func TestDownSignalsOnlyItsOwnProcesses(t *testing.T) {
 	if err := c.Kill("decode-1", syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	if err := n.Wait(deadline(t, 10*time.Second)); err != nil {
+	if err := n.Wait(deadline(t, time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	n.PID = stranger.Process.Pid
@@ -332,7 +332,7 @@ func TestDownSignalsOnlyItsOwnProcesses(t *testing.T) {
 	if s := c.Status(t.Context())[2]; s.State() != StateDown {
 		t.Errorf("node with another's pid is %s", s.State())
 	}
-	if err := c.Down(deadline(t, 20*time.Second)); err != nil {
+	if err := c.Down(deadline(t, time.Minute)); err != nil {
 		t.Error(err)
 	}
 	if _, _, err := status(stranger.Process.Pid); err != nil {
@@ -378,7 +378,7 @@ func TestUnreadableRecordIsLeftAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, f := range map[string]func() error{
-		"up":   func() error { _, err := Up(deadline(t, 20*time.Second), options()); return err },
+		"up":   func() error { _, err := Up(deadline(t, time.Minute), options()); return err },
 		"load": func() error { _, err := Load(DefaultName); return err },
 	} {
 		if err := f(); err == nil || !strings.Contains(err.Error(), path) {
@@ -396,7 +396,7 @@ func TestRestart(t *testing.T) {
 			root(t)
 			c := up(t, options())
 			before, _ := c.Node("prefill-0")
-			ctx := deadline(t, 30*time.Second)
+			ctx := deadline(t, 2*time.Minute)
 			if err := c.Restart(ctx, "prefill-0", same); err != nil {
 				t.Fatal(err)
 			}
@@ -457,7 +457,7 @@ func TestSetsOfOneRole(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := c.Restart(deadline(t, 30*time.Second), "decode-0", true); err != nil {
+	if err := c.Restart(deadline(t, 2*time.Minute), "decode-0", true); err != nil {
 		t.Fatal(err)
 	}
 	check()
@@ -528,7 +528,7 @@ func TestSecure(t *testing.T) {
 		t.Errorf("keys %v and %d authorities, want one of each", ids, len(ca))
 	}
 
-	if err := c.Restart(deadline(t, 30*time.Second), "decode-0", true); err != nil {
+	if err := c.Restart(deadline(t, 2*time.Minute), "decode-0", true); err != nil {
 		t.Fatal(err)
 	}
 	after, _ := check()
@@ -581,7 +581,7 @@ func TestUpRefuses(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := root(t)
-			_, err := Up(deadline(t, 20*time.Second), tt.o)
+			_, err := Up(deadline(t, time.Minute), tt.o)
 			if err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("up: %v, want %q", err, tt.want)
 			}
@@ -663,7 +663,7 @@ func TestProcessLivesAsLongAsItsLastThread(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := WaitFor(deadline(t, 10*time.Second), time.Millisecond, func() error {
+	if err := WaitFor(deadline(t, time.Minute), time.Millisecond, func() error {
 		if state, _, err := status(p.PID); state != 'Z' {
 			return errors.Join(fmt.Errorf("state %c", state), err)
 		}
@@ -677,14 +677,14 @@ func TestProcessLivesAsLongAsItsLastThread(t *testing.T) {
 	if err := hold.Close(); err != nil {
 		t.Error(err)
 	}
-	if err := p.Wait(deadline(t, 10*time.Second)); err != nil {
+	if err := p.Wait(deadline(t, time.Minute)); err != nil {
 		t.Error(err)
 	}
 }
 
 func TestLockOfARemovedDirectoryIsTakenAgain(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "c")
-	first, err := lockDir(deadline(t, 5*time.Second), dir)
+	first, err := lockDir(deadline(t, time.Minute), dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -693,7 +693,7 @@ func TestLockOfARemovedDirectoryIsTakenAgain(t *testing.T) {
 	}
 	got := make(chan error, 1)
 	go func() {
-		second, err := lockDir(deadline(t, 5*time.Second), dir)
+		second, err := lockDir(deadline(t, time.Minute), dir)
 		if err == nil {
 			_, err = os.Stat(filepath.Join(dir, lockFile))
 			second.Close()

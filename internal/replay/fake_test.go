@@ -52,7 +52,7 @@ type lies struct {
 type fakeCluster struct {
 	id   int64 // of this process
 	lies lies
-	hold time.Duration // of a final publication; 0: for ever
+	hold time.Duration // of a final publication that nobody reads; 0: for ever
 	host int           // pages of a node's host tier
 	keep bool          // no node moves anything to its host by itself
 	// hook sees every call of an engine before the node does, and again after it,
@@ -417,6 +417,19 @@ func (n *fakeNode) Remove(_ context.Context, r *kvferrypb.RemoveRequest) (*kvfer
 	return &kvferrypb.RemoveResponse{}, nil
 }
 
+// expire ends a publication when its hold is over, and no sooner than it has no
+// reader: who has the request has a lease.
+func (n *fakeNode) expire(request string, o *fakeOffer, hold time.Duration) {
+	defer n.lock()()
+	for _, m := range n.cluster.nodes {
+		if m != o.owner && !m.dead && m.requests[request] != nil && o.ended == "" {
+			time.AfterFunc(hold, func() { n.expire(request, o, hold) })
+			return
+		}
+	}
+	o.end(request, "expired")
+}
+
 // end ends a publication; the lock is held.
 func (o *fakeOffer) end(request, how string) {
 	if o.ended != "" {
@@ -718,10 +731,7 @@ func (n *fakeNode) Commit(_ context.Context, r *kvferrypb.CommitRequest) (*kvfer
 			n.cluster.offers[p.GetRequest()] = o
 		}
 		if hold := n.cluster.hold; p.GetFinal() && hold > 0 {
-			time.AfterFunc(hold, func() {
-				defer n.lock()()
-				o.end(p.GetRequest(), "expired")
-			})
+			time.AfterFunc(hold, func() { n.expire(p.GetRequest(), o, hold) })
 		}
 		o.final, o.stream = p.GetFinal(), make(map[string][]page.Index)
 		response := &kvferrypb.PublishResponse{Reference: "ref " + p.GetRequest()}

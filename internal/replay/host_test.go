@@ -23,7 +23,7 @@ func hostOptions(t *testing.T, l lies, host int) (Options, *fakeCluster) {
 	o := Options{
 		Prefill: []string{c.start(t, "prefill", layout, 1)}, Decode: []string{c.start(t, "decode", layout, 1)},
 		Labels: 2, Concurrency: 6, ChunkTokens: 16, DecodeSteps: 4,
-		Pause: time.Millisecond, StepPause: 10 * time.Millisecond, Timeout: 20 * time.Second,
+		Pause: time.Millisecond, StepPause: 10 * time.Millisecond, Timeout: time.Minute,
 	}
 	for range 12 {
 		o.Requests = append(o.Requests, Request{Input: 27, Output: 4}) // 8 pages with both labels
@@ -88,7 +88,7 @@ func TestReplayEndsTypedWithoutRoom(t *testing.T) {
 func TestReplayRetrievesAgain(t *testing.T) {
 	for host, ready := range map[int]int{40: 12, 0: 9} {
 		o, c := hostOptions(t, lies{moved: 3}, host)
-		c.hold = 2 * time.Second // of what nobody reads
+		c.hold = 500 * time.Millisecond // of what nobody reads
 		r, err := Run(t.Context(), o)
 		if err != nil || r.Ready != ready || r.Ready+r.Failed != 12 || r.Failed > 0 && r.Failures[0].Code != kvferrypb.Failure_STALE.String() {
 			t.Errorf("%d host pages: %v, want %d ready: %+v", host, err, ready, r)

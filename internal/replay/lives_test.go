@@ -134,9 +134,9 @@ func TestNodeDiesInEveryPhase(t *testing.T) {
 				t.Run(fmt.Sprintf("%s/%s %s %d", name, when, call.method, call.nth), func(t *testing.T) {
 					t.Parallel()
 					o, c := testOptions(t, lies{}, 1, 1, 1)
-					o.Requests = slices.Repeat([]Request{{Input: 60, Output: 3}}, 10)
-					o.Concurrency, o.NodeWait, o.Settle = 2, 20*time.Second, 20*time.Second
-					c.hold = time.Second // a slow machine reads slowly
+					o.Requests = slices.Repeat([]Request{{Input: 60, Output: 3}}, 6)
+					o.Concurrency, o.NodeWait, o.Settle = 2, time.Minute, time.Minute
+					c.hold = 500 * time.Millisecond // of what its reader has left
 					d := &dying{cluster: c, pause: 10 * time.Millisecond, when: func(f fakeCall) bool {
 						return f.node.name == name && f.node.incarnation == 1 && f.method == call.method && f.nth == call.nth && f.after == after
 					}}
@@ -199,7 +199,7 @@ func TestReaderIsReadyThoughItsPublisherDied(t *testing.T) {
 func TestNobodyWaitsForWhatDiedUnheard(t *testing.T) {
 	o, c := testOptions(t, lies{}, 1, 1, 1)
 	o.Requests = slices.Repeat([]Request{{Input: 60, Output: 3}}, 3)
-	o.Concurrency, o.NodeWait = 1, 20*time.Second // and the first one has no reference
+	o.Concurrency, o.NodeWait = 1, time.Minute // and the first one has no reference
 	removed := make(chan struct{})
 	d := &dying{cluster: c, pause: 100 * time.Millisecond}
 	c.hook = func(ctx context.Context, call fakeCall) error {
@@ -360,7 +360,7 @@ func TestNoNode(t *testing.T) {
 	if i < 0 || r.Failures[i].Count != 2*len(o.Requests)-r.Ready-1 || r.Ready+r.Failed != r.Requests || r.Requests != 2*len(o.Requests) {
 		t.Fatalf("want one request that is lost, and no node for the others, twice: %+v", r)
 	}
-	if took := time.Since(begin); took > 10*time.Second {
+	if took := time.Since(begin); took > o.Timeout {
 		t.Errorf("it took %v", took)
 	}
 	if text := r.Failures[i].Examples[0]; !strings.Contains(text, "no decode node") || !strings.Contains(text, "decode-0") && !strings.Contains(text, o.Decode[0]) {
@@ -433,7 +433,9 @@ func TestNodeDrains(t *testing.T) {
 // that it has seen.
 func TestLoop(t *testing.T) {
 	o, c := testOptions(t, lies{}, 2, 2, 1)
-	o.Requests, o.Loop = o.Requests[:3], time.Second
+	// Long enough for a second time through it on a slow machine, and the pauses
+	// leave it little to do.
+	o.Requests, o.Loop, o.Pause = o.Requests[:3], 3*time.Second, 200*time.Millisecond
 	r, err := Run(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
@@ -464,7 +466,7 @@ func TestNodeComesBackAsAnother(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			o, c := testOptions(t, lies{}, 1, 1, 1)
-			o.NodeWait, o.Settle = 20*time.Second, time.Millisecond
+			o.NodeWait, o.Settle = time.Minute, time.Millisecond
 			if tt.text == "" { // it does not come back at all
 				o.NodeWait = 300 * time.Millisecond
 			}

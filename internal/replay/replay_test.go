@@ -36,7 +36,7 @@ func someRequests(n int) []Request {
 func testOptions(t *testing.T, l lies, prefill, decode, ranks int) (Options, *fakeCluster) {
 	t.Helper()
 	c := newFakeCluster(t, l)
-	o := Options{Requests: someRequests(24), ChunkTokens: 16, Pause: time.Millisecond, Timeout: 20 * time.Second}
+	o := Options{Requests: someRequests(24), ChunkTokens: 16, Pause: time.Millisecond, Timeout: time.Minute}
 	for i := range prefill {
 		o.Prefill = append(o.Prefill, c.start(t, fmt.Sprintf("prefill-%d", i), smallLayout, ranks))
 	}
@@ -114,18 +114,19 @@ func TestReplayFinds(t *testing.T) {
 		"a retrieve without end":        {lies{mute: true}, CodeTimeout, false},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			o, c := testOptions(t, tt.lies, 1, 1, 1)
-			o.Requests = []Request{{Input: 50, Output: 1}, {Input: 50, Output: 1}}
+			o.Requests = []Request{{Input: 50, Output: 1}, {Input: 50, Output: 1}} // in four chunks each
 			o.Concurrency = 1
 			if tt.lies.early {
-				o.Pause = 100 * time.Millisecond // a slow machine decodes late
+				c.hook = lastChunkWaits()
 			}
 			if tt.lies.mute || tt.lies.forget {
-				o.Timeout, o.Concurrency = 2*time.Second, 2
-				o.Settle, c.hold = time.Millisecond, 0 // what is published does not end
+				o.Timeout, o.Concurrency = 8*time.Second, 2 // it is over, and all else happens before
+				o.Settle, c.hold = time.Millisecond, 0      // what is published does not end
 			}
 			if tt.lies.fail != 0 {
-				c.hold = 500 * time.Millisecond // of what nobody reads
+				c.hold = 100 * time.Millisecond // nobody reads it
 			}
 			r, err := Run(t.Context(), o)
 			if err != nil {
@@ -150,6 +151,24 @@ func TestReplayFinds(t *testing.T) {
 				t.Errorf("table (%v) does not tell %s:\n%s", err, tt.code, out.String())
 			}
 		})
+	}
+}
+
+// lastChunkWaits holds back the last of four chunks of every request until its
+// reader has been told the second time that it is ready.
+func lastChunkWaits() func(context.Context, fakeCall) error {
+	told := make(chan struct{}, 1)
+	return func(ctx context.Context, call fakeCall) error {
+		switch {
+		case call.method == "AdmitRetrieve" && call.after && call.nth%2 == 1:
+			told <- struct{}{}
+		case call.method == "Admit" && call.node.name == "prefill-0" && !call.after && call.nth%4 == 3:
+			select {
+			case <-told:
+			case <-ctx.Done():
+			}
+		}
+		return nil
 	}
 }
 
@@ -198,10 +217,10 @@ func TestReplayInterrupted(t *testing.T) {
 
 func TestReplayKeepsTime(t *testing.T) {
 	o, _ := testOptions(t, lies{}, 1, 1, 1)
-	o.Requests = []Request{{Input: 5}, {Input: 5, Timestamp: 4 * time.Second}}
-	o.TimeScale = 0.05
+	o.Requests = []Request{{Input: 5}, {Input: 5, Timestamp: 400 * time.Second}}
+	o.TimeScale = 0.0005
 	r, err := Run(t.Context(), o)
-	if err != nil || !r.OK || r.Elapsed() < 200*time.Millisecond || r.Elapsed() > 3*time.Second {
+	if err != nil || !r.OK || r.Elapsed() < 200*time.Millisecond || r.Elapsed() > o.Timeout {
 		t.Errorf("%v, want it done after 200 ms: %+v", err, r)
 	}
 }

@@ -44,6 +44,8 @@ type tally struct {
 
 func (y *tally) count(f func()) { y.mu.Lock(); defer y.mu.Unlock(); f() }
 
+func (y *tally) wasReady() bool { y.mu.Lock(); defer y.mu.Unlock(); return y.ready > 0 }
+
 // TestChaos kills and restarts prefill nodes at random while requests run, over
 // shared memory and TCP at once, or by RDMA, over a fabric that loses, delays, and
 // refuses. Some of the readers give up, and some of the publishers revoke, at any
@@ -62,7 +64,7 @@ func chaos(t *testing.T, transports []string) {
 	w, env := fabricOf(t, transports[0])
 	c := start(t, localcluster.Options{Prefill: 3, Decode: 2, Env: env, Set: []string{
 		"arena.pages=140", "arena.layers=4", "arena.heads=4", "arena.head_dim=64", // 4 KiB a token
-		"timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s",
+		"timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.session_grace=1s", "timers.stall=1s", // they may run out
 		"transfer.transports=" + strings.Join(transports, ","),
 	}})
 	prefill := []string{"prefill-0", "prefill-1", "prefill-2"}
@@ -86,15 +88,17 @@ func chaos(t *testing.T, transports []string) {
 		}
 		before[n.Node] = u
 		for _, transport := range transports {
-			if warm[n.Node+transport], err = readBytes(t.Context(), n.HTTP.String(), transport); err != nil {
+			read, err := readBytes(t.Context(), n.HTTP.String(), transport)
+			if err != nil {
 				t.Fatal(err)
 			}
+			warm[transport] += read
 		}
 	}
 
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
-	ctx, cancel := context.WithTimeout(t.Context(), *soak)
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	y := &tally{typed: make(map[kvferrypb.Failure_Code]int)}
 	var work sync.WaitGroup
@@ -106,9 +110,31 @@ func chaos(t *testing.T, transports []string) {
 	if w != nil {
 		work.Go(func() { storms(ctx, w, rand.New(rand.NewPCG(seed, 100))) })
 	}
+	// sum is what the decode nodes have counted together.
+	sum := func(name string, labels ...string) (sum float64) {
+		t.Helper()
+		for _, d := range decode {
+			n, err := metric(t.Context(), c.must(d.node()).HTTP.String(), name, labels...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			sum += n
+		}
+		return sum
+	}
+	const lanes = "kvferry_rdma_lane_failures_total"
 	kills := 0
+	// enough says that something of everything has happened.
+	enough := func() bool {
+		some := kills > 0 && y.wasReady() && (w == nil || sum(lanes) > 0)
+		for _, transport := range transports {
+			some = some && sum(readMetric, labelOf(transport)) > warm[transport]
+		}
+		return some
+	}
 	rnd := rand.New(rand.NewPCG(seed, 99))
-	for ctx.Err() == nil {
+	// The soak, and as long as a slow machine takes for the least of it.
+	for begin := time.Now(); time.Since(begin) < *soak || !enough() && time.Since(begin) < *soak+2*patience; {
 		pause(ctx, time.Duration(200+rnd.IntN(600))*time.Millisecond)
 		if err := c.Restart(c.ctx, prefill[rnd.IntN(len(prefill))], rnd.IntN(2) == 0); err != nil {
 			t.Errorf("restart: %v", err)
@@ -116,6 +142,7 @@ func chaos(t *testing.T, transports []string) {
 		}
 		kills++
 	}
+	cancel()
 	work.Wait()
 	t.Logf("%d kills; %d requests ready, %d given up, %d whose publisher died, failures %v", kills, y.ready, y.givenUp, y.cut, y.typed)
 	for _, err := range y.strange {
@@ -125,29 +152,13 @@ func chaos(t *testing.T, transports []string) {
 		t.Error("nothing happened")
 	}
 	for _, transport := range transports {
-		sum := 0.0
-		for _, d := range decode {
-			n, err := readBytes(t.Context(), c.must(d.node()).HTTP.String(), transport)
-			if err != nil {
-				t.Fatal(err)
-			}
-			sum += n - warm[d.node()+transport]
-		}
-		t.Logf("%.0f bytes over %s", sum, transport)
-		if sum == 0 {
+		read := sum(readMetric, labelOf(transport)) - warm[transport]
+		if t.Logf("%.0f bytes over %s", read, transport); read == 0 {
 			t.Errorf("nothing went over %s", transport)
 		}
 	}
-
 	if w != nil {
-		broken := 0.0
-		for _, d := range decode {
-			n, err := metric(t.Context(), c.must(d.node()).HTTP.String(), "kvferry_rdma_lane_failures_total")
-			if err != nil {
-				t.Fatal(err)
-			}
-			broken += n
-		}
+		broken := sum(lanes)
 		if t.Logf("lanes were replaced and windows moved %.0f times", broken); broken == 0 {
 			t.Error("nothing was wrong with the fabric")
 		}

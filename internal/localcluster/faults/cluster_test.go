@@ -31,9 +31,9 @@ import (
 // testLimit bounds a whole test, a soak's time not counted, patience each thing
 // that a test waits for on a machine that is busy with others.
 const (
-	testLimit = 4 * time.Minute
-	patience  = 30 * time.Second
-	poll      = 10 * time.Millisecond
+	testLimit = 10 * time.Minute
+	patience  = time.Minute
+	poll      = 20 * time.Millisecond
 )
 
 // small are the keys that all clusters here share: 128 bytes a token, 1 KiB a page.
@@ -322,7 +322,7 @@ type load struct {
 }
 
 // loadPause is between two requests of a load: other tests run at the same time.
-const loadPause = 50 * time.Millisecond
+const loadPause = 100 * time.Millisecond
 
 // startLoad runs until stopped; any failure is the test's.
 func startLoad(t *testing.T, from, to *engine, tokens int) *load {
@@ -589,8 +589,12 @@ func usageOf(ctx context.Context, pid int, http string) (u usage, err error) {
 
 // readBytes are what a node has read over a transport.
 func readBytes(ctx context.Context, http, transport string) (float64, error) {
-	return metric(ctx, http, "kvferry_read_bytes_total", fmt.Sprintf("transport=%q", transport))
+	return metric(ctx, http, readMetric, labelOf(transport))
 }
+
+const readMetric = "kvferry_read_bytes_total"
+
+func labelOf(transport string) string { return fmt.Sprintf("transport=%q", transport) }
 
 // metric is the sum of a metric's series that have all the labels, each `name="value"`.
 func metric(ctx context.Context, http, name string, labels ...string) (sum float64, err error) {
@@ -622,7 +626,7 @@ func get(ctx context.Context, url string) (string, error) {
 
 // ask returns whatever a node answers.
 func ask(ctx context.Context, url string) (code int, text string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, hangLimit)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {

@@ -67,7 +67,7 @@ func TestReplayOnDevices(t *testing.T) {
 			}
 			o.Env = env
 			c := start(t, o)
-			run := beginIn(t, env, testLimit, "", "replay", "../../../configs/traces/demo.jsonl", "--limit", "24", "--prefill", c.Sockets("prefill")[0], "--decode", c.Sockets("decode")[0], "-o", "json")
+			run := beginIn(t, env, testLimit, "", "replay", "../../../configs/traces/demo.jsonl", "--limit", "8", "--prefill", c.Sockets("prefill")[0], "--decode", c.Sockets("decode")[0], "-o", "json")
 			code := run.code(t)
 			r := reportOf(t, run)
 			t.Logf("%d requests, %d bytes in %.1f s: %v", r.Requests, r.VerifiedBytes, r.ElapsedSeconds, r.BytesByTransport)

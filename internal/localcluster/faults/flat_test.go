@@ -13,8 +13,8 @@ import (
 	"github.com/kvferry/kvferry/rdma/rdmatest"
 )
 
-// peerRestarts is how often a peer is started again: 200 times with a soak of 50 s.
-func peerRestarts() int { return int(min(200, 4*soak.Seconds())) }
+// peerRestarts is how often a peer is started again: 200 times with a soak of 67 s.
+func peerRestarts() int { return int(min(200, 3*soak.Seconds())) }
 
 // footprint is what a process uses.
 type footprint struct {
@@ -74,7 +74,7 @@ func peerRestartsLeaveNothing(t *testing.T, transport string) {
 	)
 	w, env := fabricOf(t, transport)
 	c := start(t, localcluster.Options{Prefill: 2, Decode: 1, Env: env, Set: []string{
-		"transfer.transports=" + transport, "timers.lease=2s", "timers.lease_renew=500ms", "timers.hold=3s", "timers.stall=1s",
+		"transfer.transports=" + transport, "timers.lease=5s", "timers.lease_renew=1s", "timers.hold=5s", "timers.stall=3s",
 	}})
 	to, reader := c.engine("decode-0"), c.must("decode-0")
 	restarts := peerRestarts()

@@ -21,7 +21,7 @@ import (
 const (
 	junkConnections = 100 // to each port at once
 	junkBytes       = 20 << 20
-	junkTime        = 3 * time.Second        // for all of it, at most
+	junkTime        = 3 * time.Second        // for all of it, and a look at the node
 	junkPause       = 250 * time.Millisecond // before the next connection: requests are to move, too
 	junkGrowth      = 20 << 20               // what a node's heap may grow by, garbage included
 )
@@ -56,7 +56,7 @@ func junk(t *testing.T, c *cluster, victim localcluster.Node) {
 	for i := range bytes {
 		bytes[i] = byte(r.Uint32())
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), junkTime)
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	foul, done, begin := watchMemory(t, victim), l.count(), time.Now()
 	var sent atomic.Int64
@@ -72,9 +72,11 @@ func junk(t *testing.T, c *cluster, victim localcluster.Node) {
 			t.Error(err)
 		}
 	})
+	pause(ctx, junkTime)
+	during := foul.end(t)
+	cancel()
 	strangers.Wait()
 	took, meanwhile := time.Since(begin), l.count()-done
-	during := foul.end(t)
 	t.Logf("%d MiB of junk were taken in %v, with %d requests; in MiB, without junk and with it: heap %.1f and %.1f, resident %.1f and %.1f",
 		sent.Load()>>20, took.Round(time.Millisecond), meanwhile, before.heap/(1<<20), during.heap/(1<<20), before.resident/(1<<20), during.resident/(1<<20))
 	if during.heap > before.heap+junkGrowth {
@@ -135,7 +137,7 @@ type memoryUse struct{ heap, resident float64 }
 type memoryWatch struct {
 	stop  context.CancelFunc
 	work  sync.WaitGroup
-	looks int
+	looks atomic.Int64
 	most  memoryUse
 	err   error // of the last look that failed
 }
@@ -151,7 +153,7 @@ func watchMemory(t *testing.T, n localcluster.Node) *memoryWatch {
 				w.err = err
 				continue
 			}
-			w.looks++
+			w.looks.Add(1)
 			w.most = memoryUse{max(w.most.heap, heap), max(w.most.resident, resident)}
 		}
 	})
@@ -162,13 +164,19 @@ func watchMemory(t *testing.T, n localcluster.Node) *memoryWatch {
 	return w
 }
 
-// end returns the most that was seen.
+// end returns the most that was seen, once that was not too seldom.
 func (w *memoryWatch) end(t *testing.T) memoryUse {
 	t.Helper()
+	looked := waitFor(t.Context(), patience, func(context.Context) error {
+		if n := w.looks.Load(); n < 3 {
+			return fmt.Errorf("%d times", n)
+		}
+		return nil
+	})
 	w.stop()
 	w.work.Wait()
-	if w.looks < 3 {
-		t.Errorf("the node's memory was seen %d times: %v", w.looks, w.err)
+	if looked != nil {
+		t.Fatalf("a look at the node's memory: %v: %v", looked, w.err)
 	}
 	return w.most
 }

@@ -86,7 +86,7 @@ func TestReplayByRDMA(t *testing.T) {
 		SetPrefill: []string{"transfer.transports=rdma", "transfer.rdma.devices=" + left},
 		SetDecode:  []string{"transfer.transports=rdma,tcp", "transfer.rdma.devices=" + right + ":1"},
 	})
-	run := begin(t, testLimit, "", "replay", "../../../configs/traces/demo.jsonl", "--prefill", c.Sockets("prefill")[0], "--decode", c.Sockets("decode")[0], "-o", "json")
+	run := begin(t, testLimit, "", "replay", "../../../configs/traces/demo.jsonl", "--limit", "24", "--prefill", c.Sockets("prefill")[0], "--decode", c.Sockets("decode")[0], "-o", "json")
 	code := run.code(t)
 	r := reportOf(t, run)
 	t.Logf("%d requests, %d bytes in %.1f s: %v", r.Requests, r.VerifiedBytes, r.ElapsedSeconds, r.BytesByTransport)
@@ -111,10 +111,10 @@ func TestReplayByRDMA(t *testing.T) {
 // another pair notices nothing.
 func TestFaultsInMidRead(t *testing.T) {
 	t.Parallel()
-	const lease = 2 * time.Second
+	const lease = 5 * time.Second // a machine that stands still for two seconds ends none
 	w := newFabric(t)
-	slow := rdmatest.Faults{Bandwidth: 3_000_000}                                      // of each device: 24 MiB take 4 s by both
-	c := up(t, 1, 1, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=4s", // what is posted shares the wire
+	slow := rdmatest.Faults{Bandwidth: 3_000_000}                                                // of each device: 24 MiB take 4 s by both
+	c := up(t, 1, 1, "timers.lease="+lease.String(), "timers.lease_renew=1s", "timers.stall=4s", // what is posted shares the wire
 		"arena.layers=4", "arena.heads=8", "arena.head_dim=128") // 16 KiB a token
 	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-0"), 30) // by shared memory
 	conf := func(name string) *config.Config {
@@ -161,7 +161,7 @@ func TestFaultsInMidRead(t *testing.T) {
 		if f := wantFailure(t, err, "owner", owner.Incarnation, kvferrypb.Failure_TRANSPORT); f.GetTransport() != rdmaread.Name {
 			t.Errorf("failure names transport %q: %v", f.GetTransport(), err)
 		}
-		if took := time.Since(begin); took > 12*time.Second {
+		if took := time.Since(begin); took > patience {
 			t.Errorf("it took %v", took)
 		}
 		w.Clear()
@@ -176,13 +176,7 @@ func TestFaultsInMidRead(t *testing.T) {
 		late := slow
 		late.LateDMA, late.Reorder = 300*time.Millisecond, true
 		w.Set(late)
-		own, err := ownerAdmin.Publications(t.Context(), &kvferrypb.PublicationsRequest{})
-		if err != nil || len(own.GetItems()) != 1 {
-			t.Fatalf("publications of the owner: %v %v", own.GetItems(), err)
-		}
-		if _, err := ownerAdmin.Revoke(t.Context(), &kvferrypb.RevokeRequest{Publication: own.GetItems()[0].GetPublication()}); err != nil {
-			t.Fatal(err)
-		}
+		revoke(t, ownerAdmin)
 		// There are not enough pages for this one without those of the other.
 		usurper := newRequest("the usurper", bigTokens)
 		usurper.keep = true
@@ -232,12 +226,12 @@ func TestFaultsInMidRead(t *testing.T) {
 	})
 
 	t.Run("owner is stopped", func(t *testing.T) {
-		// It is to end before gossip gives the owner up.
-		_, read := begun(t, "its owner is stopped", to, rdmatest.Faults{Bandwidth: 4 * slow.Bandwidth})
+		_, read := begun(t, "its owner is stopped", to, slow)
 		standstill(t, "owner", owner.pid)
 		if share := to.share(bigTokens); share > 0.9 {
 			t.Errorf("%.0f%% had landed before the owner stood still: the test shows nothing", 100*share)
 		}
+		w.Clear() // it is to end before gossip gives the owner up
 		begin := time.Now()
 		err := <-read // no processor of the owner takes part, nor in the seal
 		took := time.Since(begin)
@@ -291,7 +285,7 @@ func TestFaultsInMidRead(t *testing.T) {
 		err := <-read
 		took := time.Since(begin)
 		wantFailure(t, err, "owner", life, kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_TRANSPORT)
-		if t.Logf("reader knows after %v: %v", took.Round(time.Millisecond), err); took > 10*time.Second {
+		if t.Logf("reader knows after %v: %v", took.Round(time.Millisecond), err); took > hangLimit {
 			t.Errorf("it took %v", took)
 		}
 		w.Clear()

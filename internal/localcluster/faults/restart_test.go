@@ -19,7 +19,7 @@ import (
 )
 
 // watchPause is between two looks: the machine has other things to do, too.
-const watchPause = 2 * time.Millisecond
+const watchPause = 10 * time.Millisecond
 
 // watcher looks all the time whether a node shows anything of an earlier life
 // of another after it has heard of a later one.
@@ -137,8 +137,8 @@ func TestOwnerRestarts(t *testing.T) {
 		}
 		seen := time.Since(begin)
 		t.Logf("of use %v after its ready line, seen by all after %v", took.Round(time.Millisecond), seen.Round(time.Millisecond))
-		if took > 3*time.Second || seen > 3*time.Second {
-			t.Errorf("of use after %v and seen by all after %v, want 3 s at most", took, seen)
+		if took > hangLimit || seen > hangLimit {
+			t.Errorf("of use after %v and seen by all after %v, want %v at most", took, seen, hangLimit)
 		}
 		// The old life's reference, and its request without one.
 		err := to.retrieve(c.ctx, left, left.reference, patience)
@@ -191,7 +191,7 @@ func TestOwnerRestarts(t *testing.T) {
 		c.kill(owner)
 		begin := time.Now()
 		for _, n := range others {
-			await(t, n+" to hide what the dead owned", time.Second, func(ctx context.Context) error {
+			await(t, n+" to hide what the dead owned", hangLimit, func(ctx context.Context) error {
 				items, err := known(ctx, admins[n], owner)
 				if err == nil && len(items) > 0 {
 					err = fmt.Errorf("%d are shown", len(items))
@@ -206,11 +206,11 @@ func TestOwnerRestarts(t *testing.T) {
 		early := time.Now()
 		wantFailure(t, to.retrieve(c.ctx, r, r.reference, patience), owner, old.Incarnation,
 			kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_TRANSPORT)
-		if took := time.Since(early); took > 10*time.Second {
+		if took := time.Since(early); took > hangLimit {
 			t.Errorf("a mute peer was waited for %v", took)
 		}
 		for _, n := range others {
-			await(t, n+" to bury the dead", 15*time.Second, func(ctx context.Context) error {
+			await(t, n+" to bury the dead", patience, func(ctx context.Context) error {
 				seen, err := lives(ctx, admins[n])
 				if err == nil && seen[owner] != 0 {
 					err = errors.New("it is a member")
@@ -218,7 +218,8 @@ func TestOwnerRestarts(t *testing.T) {
 				return err
 			})
 		}
-		t.Logf("no member any more after %v", time.Since(begin).Round(time.Millisecond))
+		buried := time.Since(begin)
+		t.Logf("no member any more after %v", buried.Round(time.Millisecond))
 		dials := m.dials.Load()
 		for i := range 5 {
 			begin := time.Now()
@@ -226,13 +227,13 @@ func TestOwnerRestarts(t *testing.T) {
 			if code := client.CodeOf(err); code != kvferrypb.Failure_OWNER_LOST && code != kvferrypb.Failure_NOT_FOUND {
 				t.Errorf("retrieve %d from a stranger on its port ends with %v: %v", i, code, err)
 			}
-			if took := time.Since(begin); took > 5*time.Second {
+			if took := time.Since(begin); took > hangLimit {
 				t.Errorf("it took %v", took)
 			}
 			l.more(2)
 		}
 		// Three nodes that probed it at two a second, and nobody after that.
-		if n := m.dials.Load(); dials > 60 || n > dials+6 {
+		if n := m.dials.Load(); dials > 30+10*int64(buried.Seconds()) || n > dials+6 {
 			t.Errorf("the stranger was dialled %d times until it was buried and %d times after", dials, n-dials)
 		}
 		t.Logf("the stranger on its ports was dialled %d times", m.dials.Load())

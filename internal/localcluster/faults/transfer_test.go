@@ -25,8 +25,9 @@ const (
 // its like without a network.
 func TestFaultsInMidTransfer(t *testing.T) {
 	t.Parallel()
-	const lease = 2 * time.Second
-	c := up(t, 1, 2, overTCP, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s",
+	// A machine that stands still for two seconds ends no lease, and no read.
+	const lease = 5 * time.Second
+	c := up(t, 1, 2, overTCP, "timers.lease="+lease.String(), "timers.lease_renew=1s", "timers.stall=3s",
 		"arena.layers=4", "arena.heads=8", "arena.head_dim=128") // 16 KiB a token
 	f, owner := behind(t, c, "slow", nil)
 	from, to := attach(t, owner.Engine), c.engine("decode-0")
@@ -51,8 +52,8 @@ func TestFaultsInMidTransfer(t *testing.T) {
 		if failure.GetTransport() != "tcp" {
 			t.Errorf("failure names transport %q: %v", failure.GetTransport(), err)
 		}
-		// Two attempts of a second, each on a connection of its own at worst.
-		if took := time.Since(begin); took > 12*time.Second {
+		// Two attempts of three seconds, each on a connection of its own at worst.
+		if took := time.Since(begin); took > patience {
 			t.Errorf("it took %v", took)
 		}
 		heal()
@@ -73,7 +74,7 @@ func TestFaultsInMidTransfer(t *testing.T) {
 		begin := time.Now()
 		err := to.retrieve(t.Context(), kept, kept.reference, patience)
 		wantFailure(t, err, "slow", owner.Incarnation, kvferrypb.Failure_TRANSPORT, kvferrypb.Failure_OWNER_LOST)
-		if took := time.Since(begin); took > 15*time.Second {
+		if took := time.Since(begin); took > patience {
 			t.Errorf("it took %v", took)
 		}
 		l.more(2)
@@ -109,16 +110,10 @@ func TestFaultsInMidTransfer(t *testing.T) {
 		failed := make(chan error, 1)
 		go func() { failed <- to.retrieve(t.Context(), r, r.reference, patience) }()
 		awaitLanded(t, to)
-		own, err := ownerAdmin.Publications(t.Context(), &kvferrypb.PublicationsRequest{})
-		if err != nil || len(own.GetItems()) != 1 {
-			t.Fatalf("publications of slow: %v %v", own.GetItems(), err)
-		}
-		if _, err := ownerAdmin.Revoke(t.Context(), &kvferrypb.RevokeRequest{Publication: own.GetItems()[0].GetPublication()}); err != nil {
-			t.Fatal(err)
-		}
+		revoke(t, ownerAdmin)
 		// There are not enough pages for this one without those of the other.
 		usurper := newRequest("the usurper", bigTokens)
-		usurper.hold = time.Second
+		usurper.hold = time.Second // it will not be read
 		if err := from.publish(t.Context(), usurper); err != nil {
 			t.Fatal(err)
 		}
@@ -131,7 +126,7 @@ func TestFaultsInMidTransfer(t *testing.T) {
 	})
 
 	t.Run("reader is killed", func(t *testing.T) {
-		heal := toxic(t, f.data, "bandwidth", slowRate)
+		heal := toxic(t, f.data, "bandwidth", crawl)
 		defer heal()
 		reader := another(t, c.must("prefill-0"), "doomed")
 		victim := startAgent(t, reader)
@@ -173,7 +168,7 @@ func TestFaultsInMidTransfer(t *testing.T) {
 	})
 
 	t.Run("owner is killed", func(t *testing.T) {
-		toxic(t, f.data, "bandwidth", slowRate)
+		toxic(t, f.data, "bandwidth", crawl)
 		clear(to.region.Bytes()) // nothing is read into it now
 		r := newRequest("its owner is killed", bigTokens)
 		if err := from.publish(t.Context(), r); err != nil {
@@ -190,7 +185,7 @@ func TestFaultsInMidTransfer(t *testing.T) {
 		took := time.Since(begin)
 		wantFailure(t, err, "slow", owner.Incarnation, kvferrypb.Failure_OWNER_LOST, kvferrypb.Failure_TRANSPORT)
 		t.Logf("reader knows after %v: %v", took.Round(time.Millisecond), err)
-		if took > 10*time.Second {
+		if took > hangLimit {
 			t.Errorf("it took %v", took)
 		}
 		l.more(4)

@@ -17,7 +17,7 @@ import (
 // each time it is of use at once, and nothing of an earlier life is.
 func TestOwnerRestartsTwentyTimes(t *testing.T) {
 	t.Parallel()
-	c := up(t, 2, 2, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s", "timers.hold=3s", "timers.session_grace=1s")
+	c := up(t, 2, 2, "timers.lease=5s", "timers.lease_renew=1s", "timers.stall=3s", "timers.hold=10s", "timers.session_grace=1s")
 	const owner = "prefill-1"
 	to := c.engine("decode-0")
 	others := []string{"prefill-0", "decode-0", "decode-1"}
@@ -85,8 +85,8 @@ func TestOwnerRestartsTwentyTimes(t *testing.T) {
 		}
 		took := time.Since(begin)
 		slowest = max(slowest, took)
-		if took > 3*time.Second {
-			t.Errorf("life %d is of use after %v, want 3 s at most", i, took)
+		if took > hangLimit {
+			t.Errorf("life %d is of use after %v, want %v at most", i, took, hangLimit)
 		}
 		l.more(1)
 	}

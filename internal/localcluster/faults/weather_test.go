@@ -68,7 +68,7 @@ func TestWeather(t *testing.T) {
 }
 
 func weather(t *testing.T, name string, begin func(*testing.T, *toxiproxy.Proxy) func()) {
-	c := up(t, 1, 2, overTCP, "timers.lease=2s", "timers.lease_renew=500ms", "timers.stall=1s", "timers.hold=4s")
+	c := up(t, 1, 2, overTCP, "timers.lease=5s", "timers.lease_renew=1s", "timers.stall=2s", "timers.hold=5s")
 	l := startLoad(t, c.engine("prefill-0"), c.engine("decode-1"), 30)
 	l.more(2)
 	f, owner := behind(t, c, "behind", nil)
@@ -88,7 +88,7 @@ func weather(t *testing.T, name string, begin func(*testing.T, *toxiproxy.Proxy)
 		n := 0
 		await(t, "requests "+when, patience, func(context.Context) error {
 			n++
-			err := one(fmt.Sprintf("%s %d", when, n), hangLimit)
+			err := one(fmt.Sprintf("%s %d", when, n), foulWait)
 			if err != nil && !slices.Contains(foulCodes, client.CodeOf(err)) {
 				t.Errorf("%s: %v", when, err)
 			}
