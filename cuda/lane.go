@@ -75,7 +75,7 @@ func newLane(d *device, direction Direction) (*lane, error) {
 		buffers: make(chan []byte, maxBuffers), slots: make(chan *slot, maxSlots),
 	}
 	var err error
-	if l.list, err = driver.NewList(); err != nil {
+	if l.list, err = driver.NewList(driver.Most); err != nil {
 		return nil, err
 	}
 	if l.stream, err = driver.NewStream(); err != nil {

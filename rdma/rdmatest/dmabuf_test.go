@@ -55,9 +55,7 @@ func TestDMABuf(t *testing.T) {
 	p := newPair(t)
 	const skip, page = 3*4096 + 256, 4096
 	theirs, memory := buffer(t, size+2*skip)
-	for i := range memory {
-		memory[i] = byte(i*11 + i>>13)
-	}
+	paint(memory, 11, 13)
 	ours, landed := buffer(t, size+2*skip)
 	before := mappings(t)
 	const iova = 0x7f00_0000_0000 + skip%page // an address that this process does not have
@@ -175,7 +173,7 @@ func TestDMABufBetweenProcesses(t *testing.T) {
 	if _, err := p.read(p.pages(128, 64<<10)); err != nil {
 		t.Fatal(err)
 	}
-	wantOwners(t, p.reader.memory, 0)
+	wantOwners(t, p.reader.memory)
 	c.kill()
 	w.Set(rdmatest.Faults{RetryWindow: 1e6})
 	_, err := p.read(p.pages(1, 64))

@@ -106,7 +106,7 @@ func TestBadReads(t *testing.T) {
 				return b
 			}
 			p := &pair{owner: open(t, "double0", size, or(tt.owner, rdma.RemoteRead)), reader: open(t, "double1", size, or(tt.reader, rdma.LocalWrite))}
-			for i := range p.owner.memory {
+			for i := range p.owner.memory[:32*4096] {
 				p.owner.memory[i] = byte(i*7+i>>12) | 1
 			}
 			p.remoteAddr, p.remoteKey = p.owner.region.Addr(), p.owner.region.Keys()[0].R
@@ -119,7 +119,7 @@ func TestBadReads(t *testing.T) {
 			if c := wantStatus(t, err, tt.want); c.Op != tt.done || st.Done != tt.done {
 				t.Errorf("op %d, %d done, want %d", c.Op, st.Done, tt.done)
 			}
-			if tt.want == rdma.StatusRetryExcErr && (took < window || took > 100*window) {
+			if tt.want == rdma.StatusRetryExcErr && took < window {
 				t.Errorf("it took %v", took)
 			}
 			if !bytes.Equal(p.reader.memory[:tt.done*4096], p.owner.memory[:tt.done*4096]) {
@@ -205,7 +205,9 @@ func TestLatePeerIsRead(t *testing.T) {
 	rdmatest.Use(t)
 	p := newPair(t)
 	p.readerQP, p.ownerQP = p.reader.qp(t, rdma.QPOptions{Events: true}), p.owner.qp(t, rdma.QPOptions{})
-	noError(t, p.readerQP.Connect(p.reader.path(p.ownerQP.Num(), p.owner.gid.Addr, 0))) // timeout 14, retry 6: 470 ms
+	path := p.reader.path(p.ownerQP.Num(), p.owner.gid.Addr, 0)
+	path.Timeout = 20 // with retry 6: 30 s
+	noError(t, p.readerQP.Connect(path))
 	done := make(chan error, 1)
 	go func() { _, err := p.read(p.pages(4, 4096)); done <- err }()
 	select {
@@ -225,7 +227,7 @@ func TestRetryWindowOfTheQueuePair(t *testing.T) {
 	began := time.Now()
 	_, err := p.read(p.pages(1, 100))
 	wantStatus(t, err, rdma.StatusRetryExcErr)
-	if took := time.Since(began); took < 67*time.Millisecond || took > 2*time.Second { // 4.096 us * 2^12 * 4
+	if took := time.Since(began); took < 67*time.Millisecond || took > 10*time.Second { // 4.096 us * 2^12 * 4
 		t.Errorf("it took %v", took)
 	}
 }
@@ -245,7 +247,7 @@ func TestDelayAndDepth(t *testing.T) {
 	}
 	for most, rounds := range map[int]time.Duration{1: 64, 4: 16, 0: 4} { // 16 were agreed on
 		d, enough := took(most), 3*rounds*delay+100*time.Millisecond
-		for try := 0; try < 4 && d > enough; try++ { // the machine is busy
+		for try := 0; try < 20 && d > enough; try++ { // the machine is busy
 			d = took(most)
 		}
 		if d < rounds*delay || d > enough {
@@ -270,7 +272,7 @@ func TestBandwidthIsShared(t *testing.T) {
 		})
 	}
 	both.Wait()
-	if took := time.Since(began); took < 124*time.Millisecond || took > time.Second { // 8 MiB
+	if took := time.Since(began); took < 124*time.Millisecond || took > 10*time.Second { // 8 MiB
 		t.Errorf("it took %v", took)
 	}
 }
@@ -315,16 +317,24 @@ func TestLateDMA(t *testing.T) {
 	p := newPair(t)
 	const late = 80 * time.Millisecond
 	w.Set(rdmatest.Faults{Delay: time.Minute, LateDMA: late})
-	began := time.Now()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	const under = 16 // way, at a time
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	if _, err := p.readerQP.Read(ctx, p.pages(32, 4096), rdma.ReadOptions{Single: true}); !errors.Is(err, context.DeadlineExceeded) {
+	ended := make(chan error, 1)
+	go func() {
+		_, err := p.readerQP.Read(ctx, p.pages(2*under, 4096), rdma.ReadOptions{Single: true, Stall: time.Minute})
+		ended <- err
+	}()
+	waitFor(t, "reads under way", func() bool { return w.Counts().WRs == under })
+	began := time.Now()
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) || errors.Is(err, rdma.ErrDrain) {
 		t.Fatal(err)
 	}
 	if took := time.Since(began); took < late {
 		t.Errorf("Read returned after %v, before what was under way landed", took)
 	}
-	landed := 16 * 4096 // were under way
+	landed := under * 4096
 	if !bytes.Equal(p.reader.memory[:landed], p.owner.memory[:landed]) || !bytes.Equal(p.reader.memory[landed:], make([]byte, size-landed)) {
 		t.Error("not what was under way has landed, or more")
 	}
@@ -354,30 +364,30 @@ func TestDestroyIsAFence(t *testing.T) {
 func TestReorder(t *testing.T) {
 	w := rdmatest.Use(t)
 	p := newPair(t)
-	for i := range p.owner.memory {
+	for i := range p.owner.memory[:16*4096] {
 		p.owner.memory[i] = 1
 	}
 	w.Set(rdmatest.Faults{Reorder: true, Delay: 10 * time.Millisecond, Jitter: 60 * time.Millisecond, Seed: 5})
-	done := make(chan error, 1)
-	go func() { _, err := p.read(p.pages(16, 4096)); done <- err }()
-	swapped := false
-	for {
-		later := false
-		for i := 15; i >= 0; i-- {
-			there := p.reader.memory[i*4096+4095] == 1
-			swapped = swapped || (later && !there)
-			later = later || there
-		}
-		select {
-		case err := <-done:
-			noError(t, err)
-			if !swapped {
-				t.Error("all landed in order")
+	swapped := func() (seen bool) {
+		clear(p.reader.memory)
+		done := make(chan error, 1)
+		go func() { _, err := p.read(p.pages(16, 4096)); done <- err }()
+		for {
+			later := false
+			for i := 15; i >= 0; i-- {
+				there := p.reader.memory[i*4096+4095] == 1
+				seen = seen || (later && !there)
+				later = later || there
 			}
-			return
-		case <-time.After(time.Millisecond):
+			select {
+			case err := <-done:
+				noError(t, err)
+				return seen
+			case <-time.After(time.Millisecond):
+			}
 		}
 	}
+	waitFor(t, "later read landed first", swapped) // who looks too late sees all of it there
 }
 
 func TestFlipByte(t *testing.T) {
@@ -534,6 +544,7 @@ func TestRandomFaults(t *testing.T) {
 	p := newPair(t)
 	random := rand.New(rand.NewPCG(7, 8))
 	const lanes, bytesOf, pages = 4, 4096, 64
+	blank := bytes.Repeat([]byte{0xEE}, pages*bytesOf)
 	ended := make(map[bool]int)
 	var mu sync.Mutex
 	for round := range 25 {
@@ -549,6 +560,9 @@ func TestRandomFaults(t *testing.T) {
 			noError(t, o.Connect(p.owner.path(q.Num(), p.reader.gid.Addr, 0)))
 			noError(t, q.Connect(p.reader.path(o.Num(), p.owner.gid.Addr, 0)))
 			deadline := time.Duration(random.IntN(6000)) * time.Microsecond
+			if lane == 0 { // it has time
+				deadline = 20 * time.Second
+			}
 			all.Go(func() {
 				base := lane * pages * bytesOf
 				mine := p.reader.memory[base : base+pages*bytesOf]
@@ -569,15 +583,10 @@ func TestRandomFaults(t *testing.T) {
 				if !bytes.Equal(mine[:st.Done*bytesOf], p.owner.memory[base:base+st.Done*bytesOf]) {
 					t.Errorf("%d pages have not landed: %v", st.Done, err)
 				}
-				for i := range mine {
-					mine[i] = 0xEE
-				}
+				copy(mine, blank)
 				time.Sleep(3 * time.Millisecond)
-				for i := range mine {
-					if mine[i] != 0xEE {
-						t.Errorf("byte %d landed after Read had returned %v", i, err)
-						break
-					}
+				if !bytes.Equal(mine, blank) {
+					t.Errorf("something landed after Read had returned %v", err)
 				}
 			})
 		}

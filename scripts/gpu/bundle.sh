@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # bundle.sh: makes .gpu, all that scripts/gpu-check.sh needs on a machine with a
 # GPU that has no Go and no network: the tests of cuda and of cudaipc as programs,
-# with their testdata, the binary, the tests of gorgonia.org/cu, and the script that
-# has a tensor adopted.
+# with their testdata, the binary, the tests of gorgonia.org/cu, and the scripts
+# that use PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PATH=$PATH:/usr/local/go/bin
@@ -17,7 +17,7 @@ for package in cuda transfer/cudaipc; do
 	[ ! -d "$package/testdata" ] || cp -r "$package/testdata" "$out/$name"
 done
 go build -trimpath -ldflags='-s -w' -tags cuda -o "$out/kvferry" ./cmd/kvferry
-cp scripts/gpu/torch_ipc.py "$out"
+cp scripts/gpu/torch_*.py "$out"
 
 # Those of gorgonia.org/cu call cuInit when they start: they are linked with a
 # libcuda.so.1, here the emulated one.

@@ -10,7 +10,7 @@
 static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct CUstream_st *streams;
 
-enum { LOOK = 50000000 }; // ns until who waits for a futex looks again
+enum { LOOK = 50000000 }; // ns until who waits looks again
 
 struct op *op_new(int kind, size_t pieces)
 {
@@ -105,8 +105,9 @@ static void perform(struct CUctx_st *c, const struct op *o)
 		flip(o, bytes);
 		break;
 	case FILL:
-		for (size_t i = 0; i < bytes; i += o->unit)
-			memcpy(o->piece[0].dst + i, &o->value, o->unit);
+		memcpy(o->piece[0].dst, &o->value, o->unit);
+		for (size_t i = o->unit; i < bytes; i *= 2)
+			memcpy(o->piece[0].dst + i, o->piece[0].dst, i < bytes - i ? i : bytes - i);
 		break;
 	case KERNEL:
 		r = kernel_run(c, o->kernel, o->parameter);
@@ -264,8 +265,17 @@ void stream_drain(struct CUstream_st *s)
 {
 	pthread_mutex_lock(&s->lock);
 	uint64_t until = s->pushed;
-	while (s->done < until)
-		pthread_cond_wait(&s->less, &s->lock);
+	while (s->done < until) {
+		// Of several that wait the libc of before 2.41 may wake too few.
+		struct timespec t;
+		clock_gettime(CLOCK_REALTIME, &t);
+		t.tv_nsec += LOOK;
+		if (t.tv_nsec >= 1000000000) {
+			t.tv_sec++;
+			t.tv_nsec -= 1000000000;
+		}
+		pthread_cond_timedwait(&s->less, &s->lock, &t);
+	}
 	pthread_mutex_unlock(&s->lock);
 }
 

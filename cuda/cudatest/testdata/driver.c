@@ -153,8 +153,11 @@ static void contexts(CUcontext c)
 }
 
 static volatile int order;
+static volatile bool gate = true; // what is first passes while it is open
 static void first(void *arg)
 {
+	while (!gate)
+		usleep(1000);
 	usleep(20000);
 	*(int *)arg = ++order;
 }
@@ -173,6 +176,7 @@ static void streams(void)
 	OK(cuEventCreate(&e, 0));
 	OK(cuEventCreate(&f, 0));
 	OK(cuEventQuery(e)); // never recorded: reached
+	gate = false;
 	OK(cuLaunchHostFunc(a, first, &x));
 	OK(cuEventRecord(e, a));
 	OK(cuStreamWaitEvent(b, e, 0));
@@ -180,6 +184,7 @@ static void streams(void)
 	OK(cuEventRecord(f, b));
 	WANT(CUDA_ERROR_NOT_READY, cuStreamQuery(b));
 	WANT(CUDA_ERROR_NOT_READY, cuEventQuery(f));
+	gate = true;
 	OK(cuEventSynchronize(f));
 	CHECK(x == 1 && y == 2);
 	OK(cuEventElapsedTime(&ms, e, f));
@@ -195,12 +200,14 @@ static void streams(void)
 	CHECK(x == 1);
 	// What was started ends behind the end of its stream and of its event.
 	x = order = 0;
+	gate = false;
 	OK(cuLaunchHostFunc(a, first, &x));
 	OK(cuEventRecord(e, a));
 	OK(cuEventDestroy(e));
 	OK(cuStreamDestroy(a));
 	CHECK(x == 0);
 	WANT(CUDA_ERROR_INVALID_HANDLE, cuStreamDestroy(NULL));
+	gate = true;
 	OK(cuMemFree(p)); // waits for all
 	CHECK(x == 1);
 	OK(cuEventDestroy(f));
@@ -280,9 +287,11 @@ static void batches(void)
 	int x;
 	dst[0] = (CUdeviceptr)h;
 	src[0] = d;
+	gate = false;
 	OK(cuLaunchHostFunc(s, first, &x));
 	OK(cuMemsetD8Async(d, 5, SIZE, s));
 	OK(cuMemcpyBatchAsync_v2(dst, src, sizes, 1, a + 1, from, 1, s));
+	gate = true;
 	OK(cuStreamSynchronize(s));
 	CHECK(h[0] == N - 1 && h[SIZE - 1] == N - 1 && holds(d, 5, SIZE));
 	OK(cuMemcpyBatchAsync_v2(dst, src, sizes, 1, a, from, 1, s));

@@ -88,8 +88,7 @@ import (
 	"unsafe"
 )
 
-// Most is how many copies a List takes, and a call of the driver: more in one
-// call has crashed drivers.
+// Most is how many copies one call of the driver takes: more have crashed drivers.
 const Most = 4096
 
 // Form is how a driver takes many copies.
@@ -121,22 +120,24 @@ type List struct {
 	end             []uint64
 	result          []uint32
 	copies, batches int
+	most            int
 	direction       int // of Submit
 }
 
-// NewList makes an empty one.
-func NewList() (*List, error) {
-	c := C.new_list(Most)
+// NewList makes an empty one, for so many copies.
+func NewList(most int) (*List, error) {
+	c := C.new_list(C.size_t(most))
 	if c == nil {
 		return nil, errors.New("no memory for a list of copies")
 	}
 	return &List{
 		c:      c,
-		dst:    unsafe.Slice((*uint64)(unsafe.Pointer(c.dst)), Most),
-		src:    unsafe.Slice((*uint64)(unsafe.Pointer(c.src)), Most),
-		bytes:  unsafe.Slice((*uint64)(unsafe.Pointer(c.bytes)), Most),
-		end:    unsafe.Slice((*uint64)(unsafe.Pointer(c.end)), Most),
-		result: unsafe.Slice((*uint32)(unsafe.Pointer(c.result)), Most),
+		most:   most,
+		dst:    unsafe.Slice((*uint64)(unsafe.Pointer(c.dst)), most),
+		src:    unsafe.Slice((*uint64)(unsafe.Pointer(c.src)), most),
+		bytes:  unsafe.Slice((*uint64)(unsafe.Pointer(c.bytes)), most),
+		end:    unsafe.Slice((*uint64)(unsafe.Pointer(c.end)), most),
+		result: unsafe.Slice((*uint32)(unsafe.Pointer(c.result)), most),
 	}, nil
 }
 
@@ -144,7 +145,7 @@ func NewList() (*List, error) {
 func (l *List) Free() { C.free(unsafe.Pointer(l.c)) }
 
 // Room is how many copies it still takes.
-func (l *List) Room() int { return Most - l.copies }
+func (l *List) Room() int { return l.most - l.copies }
 
 // Empty says whether there are none.
 func (l *List) Empty() bool { return l.copies == 0 }

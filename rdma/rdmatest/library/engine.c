@@ -61,8 +61,13 @@ void engine_drop(struct qp *q)
 	put(q->leaving, true);
 	engine_queue(q);
 	pthread_mutex_lock(&c->leave);
-	while (get(q->leaving))
-		pthread_cond_wait(&c->left, &c->leave);
+	while (get(q->leaving)) {
+		// Of several that wait the libc of before 2.41 may wake too few.
+		struct timespec t;
+		clock_gettime(CLOCK_REALTIME, &t);
+		t.tv_sec++;
+		pthread_cond_timedwait(&c->left, &c->leave, &t);
+	}
 	pthread_mutex_unlock(&c->leave);
 }
 

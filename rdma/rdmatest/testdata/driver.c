@@ -225,13 +225,13 @@ static void arming(void)
 	CHECK(post(&r, &o, 2, 64, 0) == 0 && readable(r.ch->fd, 30) == 0); // not signalled
 	CHECK(post(&r, &o, 3, 64, IBV_SEND_SIGNALED) == 0 && post(&r, &o, 4, 64, IBV_SEND_SIGNALED) == 0);
 	CHECK(wait_one(&r).wr_id == 1 && wait_one(&r).wr_id == 3 && wait_one(&r).wr_id == 4);
-	CHECK(readable(r.ch->fd, 1000) == 1 && ibv_get_cq_event(r.ch, &cq, &context) == 0 && cq == r.cq && context == &r);
+	CHECK(readable(r.ch->fd, 10000) == 1 && ibv_get_cq_event(r.ch, &cq, &context) == 0 && cq == r.cq && context == &r);
 	CHECK(ibv_get_cq_event(r.ch, &cq, &context) == -1); // one for both
 	ibv_ack_cq_events(r.cq, 1);
 	CHECK(ibv_req_notify_cq(r.cq, 1) == 0); // errors alone are solicited here
 	CHECK(post(&r, &o, 5, 64, IBV_SEND_SIGNALED) == 0 && wait_one(&r).wr_id == 5 && readable(r.ch->fd, 30) == 0);
 	CHECK(modify(r.qp, IBV_QPS_ERR, 0, NULL) == 0 && post(&r, &o, 6, 64, 0) == 0);
-	CHECK(readable(r.ch->fd, 1000) == 1 && ibv_get_cq_event(r.ch, &cq, &context) == 0);
+	CHECK(readable(r.ch->fd, 10000) == 1 && ibv_get_cq_event(r.ch, &cq, &context) == 0);
 	// destroy_cq waits for the acknowledgement.
 	CHECK(ibv_destroy_qp(r.qp) == 0);
 	r.qp = NULL;
