@@ -32,7 +32,7 @@ func connected(t *testing.T, kind int) (a, b *net.UnixConn) {
 		}
 		ends[i] = c.(*net.UnixConn)
 		t.Cleanup(func() { c.Close() })
-		if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -188,7 +188,7 @@ func TestLargerThanMemory(t *testing.T) {
 			t.Errorf("error %q does not say %q", err, text)
 		}
 	}
-	if took := time.Since(begin); took > time.Second {
+	if took := time.Since(begin); took > 20*time.Second {
 		t.Errorf("the refusal took %v", took)
 	}
 }

@@ -118,13 +118,14 @@ func TestMapSealTableRefuses(t *testing.T) {
 func TestSealGuardsThePage(t *testing.T) {
 	table := newTable(t)
 	page := words(newRegion(t, 4096).Bytes())
-	deadline := time.Now().Add(2 * time.Second)
+	soon := time.Now().Add(time.Second)
+	late := soon.Add(time.Minute)
 	var work sync.WaitGroup
 	var done atomic.Bool
 	var held, stale, wrong atomic.Int64
 	work.Go(func() {
 		defer done.Store(true)
-		for n := uint64(1); held.Load() < 2000 || stale.Load() < 2000; n++ {
+		for n := uint64(1); held.Load() < 1000 || stale.Load() < 1000; n++ {
 			for i := range page {
 				page[i] = n
 			}
@@ -134,7 +135,7 @@ func TestSealGuardsThePage(t *testing.T) {
 			}
 			table.Store(0, 0)
 			if n%1024 == 0 {
-				if time.Now().After(deadline) {
+				if now := time.Now(); now.After(late) || held.Load() > 0 && now.After(soon) {
 					break // one slow processor
 				}
 				runtime.Gosched()

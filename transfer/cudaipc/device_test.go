@@ -107,7 +107,7 @@ func TestDeadDevice(t *testing.T) {
 		return
 	}
 	const size = 1 << 20
-	owner, reader := newPair(t, size, Options{Limits: transfer.Limits{Stall: 200 * time.Millisecond}})
+	owner, reader := newPair(t, size, Options{Limits: transfer.Limits{Stall: 3 * time.Second}})
 	l := open(t, reader, owner.peer())
 	seal := owner.hold(1, 1)
 	for range 3 { // several at once find out

@@ -94,7 +94,7 @@ func childWork() (err error) {
 		ready.Bytes[id.Rank(rank)] = s.Bytes
 	}
 	ready.Seal = n.hold(word, 1)
-	n.t, err = Listen(Options{Local: n.local, Runtime: r, Dir: s.Dir})
+	n.t, err = Listen(Options{Local: n.local, Runtime: r, Dir: s.Dir, Limits: calm(transfer.Limits{})})
 	if err != nil {
 		return err
 	}
@@ -422,7 +422,7 @@ func TestAnotherPIDNamespace(t *testing.T) {
 }
 
 // killRounds is how often a process is killed.
-func killRounds() int { return max(8, int(*soak/time.Second)*2) }
+func killRounds() int { return max(6, int(*soak/time.Second)*2) }
 
 // An owner that is killed at any moment takes nobody with it: reads end with an
 // error that says so, and nothing of it is left, neither here nor in the driver.

@@ -14,7 +14,7 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-var soak = flag.Duration("soak", 5*time.Second, "how long reads, cancels, and restarts run at random")
+var soak = flag.Duration("soak", 2*time.Second, "how long reads, cancels, and restarts run at random")
 
 // worldOptions are those of the emulated driver.
 var worldOptions = cudatest.Options{Devices: 2, Peers: true}

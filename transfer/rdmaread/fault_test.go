@@ -20,9 +20,6 @@ import (
 	"github.com/kvferry/kvferry/transfer"
 )
 
-// quick are limits with which a fault shows soon.
-func quick() transfer.Limits { return transfer.Limits{Dial: 2 * time.Second, Stall: time.Second} }
-
 // scattered are n copies of at most that many bytes, each to a place of its own.
 func scattered(rng *rand.Rand, size int64, n int, most int64) []transfer.Copy {
 	slot := size / int64(n)
@@ -84,7 +81,7 @@ func queues(l *link) (list []*queue) {
 // fails the read at once, by name, and the link can be used for what is there.
 func TestDeregisteredMemory(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 1<<20, Options{Limits: quick()})
+	owner, reader := newPair(t, m, 1<<20, Options{})
 	l := open(t, reader, owner.peer())
 	reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
 	if err := w.Deregister(owner.t.devices[0].arenas[0].region.Keys()[0].R); err != nil {
@@ -92,7 +89,7 @@ func TestDeregisteredMemory(t *testing.T) {
 	}
 	started := time.Now()
 	e := fails(t, l, owner, []transfer.Copy{{Bytes: 1000}, {Remote: 5000, Local: 6000, Bytes: 1 << 16}})
-	if took := time.Since(started); took > quick().Stall {
+	if took := time.Since(started); took > patience/4 {
 		t.Errorf("it took %v", took)
 	}
 	f, ok := errors.AsType[*LaneError](e)
@@ -123,7 +120,7 @@ func TestResetQueuePairIsReplaced(t *testing.T) {
 	for name, lanes := range map[string]int{"another lane takes over": 2, "a fresh queue pair takes over": 1} {
 		t.Run(name, func(t *testing.T) {
 			m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-			owner, reader := newPair(t, m, 4<<20, Options{Limits: quick(), QueuePairs: lanes})
+			owner, reader := newPair(t, m, 4<<20, Options{QueuePairs: lanes})
 			w.Set(rdmatest.Faults{RetryWindow: 50 * time.Millisecond})
 			l := open(t, reader, owner.peer())
 			if err := w.ResetQP(queues(l)[0].theirs); err != nil {
@@ -144,9 +141,8 @@ func TestResetQueuePairIsReplaced(t *testing.T) {
 // of the owner's when a read finds it.
 func TestQueuePairEventReplacesIt(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 1<<20, Options{Limits: quick(), QueuePairs: 1})
+	owner, reader := newPair(t, m, 1<<20, Options{QueuePairs: 1})
 	l := open(t, reader, owner.peer())
-	w.Set(rdmatest.Faults{RetryWindow: 50 * time.Millisecond})
 	if err := w.FailQP(queues(l)[0].qp.Num()); err != nil {
 		t.Fatal(err)
 	}
@@ -156,6 +152,7 @@ func TestQueuePairEventReplacesIt(t *testing.T) {
 		t.Errorf("%d windows were begun on a queue pair that was known to be broken", n)
 	}
 	// The owner's end: its reader finds out.
+	w.Set(rdmatest.Faults{RetryWindow: 2 * time.Second}) // a machine that stands still for less loses no other
 	if err := w.FailQP(queues(l)[0].theirs); err != nil {
 		t.Fatal(err)
 	}
@@ -213,7 +210,7 @@ func TestNoMemoryForTheDevice(t *testing.T) {
 // A full send queue is no error.
 func TestPostingIsRefusedNowAndThen(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 4<<20, Options{Limits: quick()})
+	owner, reader := newPair(t, m, 4<<20, Options{})
 	l := open(t, reader, owner.peer())
 	w.Set(rdmatest.Faults{PostENOMEM: 20})
 	rng := rand.New(rand.NewPCG(2, 2))
@@ -231,11 +228,15 @@ func TestPostingIsRefusedNowAndThen(t *testing.T) {
 // wrong byte, and what it leaves can be used.
 func TestAnyWorkRequestFails(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
-	owner, reader := newPair(t, m, 2<<20, Options{Limits: quick()})
+	owner, reader := newPair(t, m, 2<<20, Options{})
 	l := open(t, reader, owner.peer())
 	statuses := []rdma.Status{rdma.StatusRemOpErr, rdma.StatusRemAccessErr, rdma.StatusRetryExcErr, rdma.StatusRNRRetryExc, rdma.StatusLocProtErr, rdma.StatusFatalErr, rdma.StatusRemInvReqErr}
 	var right, wrong int
-	for seed := range uint64(200) {
+	seeds := uint64(80)
+	if *soak >= time.Minute {
+		seeds = 1000
+	}
+	for seed := range seeds {
 		rng := rand.New(rand.NewPCG(seed, 3))
 		f := rdmatest.Faults{Seed: seed, FailStatus: int(statuses[rng.IntN(len(statuses))]), Reorder: seed%3 == 0}
 		if seed%2 == 0 {
@@ -287,8 +288,9 @@ func TestNothingLandsLate(t *testing.T) {
 				t.Skip("waiting for each queue pair, and then destroying it, is for long runs: -soak=1m")
 			}
 			m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-			owner, reader := newPair(t, m, 1<<20, Options{Limits: transfer.Limits{Stall: 200 * time.Millisecond}})
+			owner, reader := newPair(t, m, 1<<20, Options{})
 			l := open(t, reader, owner.peer())
+			reader.stall(200 * time.Millisecond)
 			rng := rand.New(rand.NewPCG(3, 3))
 			rounds := 4
 			if f.NoFlush {
@@ -313,12 +315,13 @@ func TestNothingLandsLate(t *testing.T) {
 					t.Errorf("a device that is stuck: %v, want ErrStalled", err)
 				}
 				w.Clear() // what is late lands now, if it could
-				for end := time.Now().Add(60 * time.Millisecond); time.Now().Before(end); time.Sleep(time.Millisecond) {
+				for end := time.Now().Add(60 * time.Millisecond); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
 					if !bytes.Equal(reader.arena(), want) {
 						t.Fatalf("a byte landed after Read had returned with %v", err)
 					}
 				}
 			}
+			reader.stall(patience / 3)
 			reads(t, l, owner, reader, scattered(rng, 1<<20, 200, 4000))
 		})
 	}
@@ -327,7 +330,7 @@ func TestNothingLandsLate(t *testing.T) {
 // Packets that are lost cost time.
 func TestLostReads(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
-	owner, reader := newPair(t, m, 1<<20, Options{Limits: quick()})
+	owner, reader := newPair(t, m, 1<<20, Options{})
 	l := open(t, reader, owner.peer())
 	w.Set(rdmatest.Faults{Lose: 2, RetryWindow: 5 * time.Millisecond})
 	rng := rand.New(rand.NewPCG(4, 4))
@@ -351,7 +354,7 @@ func TestManyConnectAtOnce(t *testing.T) {
 	const readers = 240
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
 	owner, reader := newPair(t, m, 1<<20, Options{QueuePairs: 1, Devices: []string{"d0"}})
-	w.Set(rdmatest.Faults{RetryWindow: 470 * time.Millisecond})
+	w.Set(rdmatest.Faults{RetryWindow: 3 * time.Second})
 	seal := owner.hold(5, 5)
 	var work sync.WaitGroup
 	var good atomic.Int32
@@ -381,12 +384,12 @@ func TestManyConnectAtOnce(t *testing.T) {
 
 // Reads that fail leave nothing behind.
 func TestFailedReadsLeaveNothing(t *testing.T) {
-	rounds := 500
+	rounds := 200
 	if *soak >= time.Minute {
 		rounds = 10_000
 	}
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 64<<10, Options{Limits: quick(), QueuePairs: 2})
+	owner, reader := newPair(t, m, 64<<10, Options{QueuePairs: 2})
 	l := open(t, reader, owner.peer())
 	eventually(t, "lanes", func() bool { return len(queues(l)) == 2 })
 	before := w.Counts().Tally
@@ -410,7 +413,7 @@ func TestFailedReadsLeaveNothing(t *testing.T) {
 // port is used again when it is back.
 func TestPortGoesDownAndComesBack(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
-	owner, reader := newPair(t, m, 8<<20, Options{Limits: quick(), hold: 50 * time.Millisecond})
+	owner, reader := newPair(t, m, 8<<20, Options{hold: 50 * time.Millisecond})
 	w.Set(rdmatest.Faults{Bandwidth: 200 << 20, RetryWindow: 50 * time.Millisecond})
 	l := open(t, reader, owner.peer())
 	copies := scattered(rand.New(rand.NewPCG(5, 5)), 8<<20, 500, 16<<10)
@@ -454,7 +457,7 @@ func TestAddressComesAfterThePort(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
 	owner, reader := newNode(t, ownerLife, 1<<20), newNode(t, readerLife, 1<<20)
 	owner.listen(t, m, Options{Devices: []string{"d0"}})
-	reader.listen(t, m, Options{Devices: []string{"d1"}, Limits: quick(), hold: 1})
+	reader.listen(t, m, Options{Devices: []string{"d1"}, hold: 1})
 	l := open(t, reader, owner.peer())
 	reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
 	var gids [][16]byte
@@ -487,7 +490,7 @@ func TestTheOnlyPortGoesDown(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
 	owner, reader := newNode(t, ownerLife, 1<<20), newNode(t, readerLife, 1<<20)
 	owner.listen(t, m, Options{Devices: []string{"d0"}})
-	reader.listen(t, m, Options{Devices: []string{"d1:1"}, Limits: quick(), hold: time.Millisecond})
+	reader.listen(t, m, Options{Devices: []string{"d1:1"}, hold: time.Millisecond})
 	l := open(t, reader, owner.peer())
 	if err := w.Event("d1", rdmatest.PortError); err != nil {
 		t.Fatal(err)
@@ -510,7 +513,7 @@ func TestTheOnlyPortGoesDown(t *testing.T) {
 // A device that fails takes its lanes with it, on both sides.
 func TestDeviceFails(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
-	owner, reader := newPair(t, m, 1<<20, Options{Limits: quick()})
+	owner, reader := newPair(t, m, 1<<20, Options{})
 	l := open(t, reader, owner.peer())
 	if err := w.Event("d0", rdmatest.DeviceFatal); err != nil {
 		t.Fatal(err)
@@ -553,7 +556,7 @@ func TestNoLaneForTheStallTime(t *testing.T) {
 	eventually(t, "the lane is left", func() bool { return len(queues(l)) == 0 })
 	started := time.Now()
 	e := fails(t, l, owner, []transfer.Copy{{Bytes: 1000}})
-	if took := time.Since(started); took < limits.Stall || took > 10*limits.Stall {
+	if took := time.Since(started); took < limits.Stall || took > limits.Stall+20*time.Second {
 		t.Errorf("it took %v", took)
 	}
 	if !errors.Is(e, transfer.ErrStalled) || !strings.Contains(e.Error(), "1 connecting for") || !strings.Contains(e.Error(), "queue pair") {
@@ -582,12 +585,12 @@ func TestDeadPeersSlowNobody(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
 	node := func(name, device string) *node {
 		n := newNode(t, id.Life{Node: id.Node(name), Incarnation: 5}, 1<<20)
-		n.listen(t, m, Options{Devices: []string{device}, Limits: transfer.Limits{Dial: patience, Stall: 5 * time.Second}})
+		n.listen(t, m, Options{Devices: []string{device}, Limits: transfer.Limits{Dial: patience, Stall: patience}})
 		return n
 	}
 	reader, well := node("reader", "d0"), node("well", "d1")
 	good := open(t, reader, well.peer())
-	const retries = 9 * time.Second
+	const retries = 40 * time.Second
 	w.Set(rdmatest.Faults{RetryWindow: retries})
 	ctx, stop := context.WithCancel(t.Context())
 	var work sync.WaitGroup
@@ -617,7 +620,7 @@ func TestDeadPeersSlowNobody(t *testing.T) {
 	if err := good.Read(short(t), []transfer.Seal{well.hold(1, 1)}, []transfer.Copy{{Bytes: 4096}}); err != nil {
 		t.Fatal(err)
 	}
-	if took := time.Since(started); took > retries/3 {
+	if took := time.Since(started); took > retries/2 {
 		t.Errorf("4 KiB of a peer that is well took %v", took)
 	}
 }
@@ -648,7 +651,8 @@ func TestAnswerFitsIntoACall(t *testing.T) {
 // programs nothing, and is counted.
 func TestLateAnswerProgramsNothing(t *testing.T) {
 	m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 1<<20, Options{Limits: transfer.Limits{Dial: 200 * time.Millisecond}, QueuePairs: 1})
+	owner, reader := newPair(t, m, 1<<20, Options{QueuePairs: 1})
+	first, giveUp := context.WithCancel(short(t))
 	var attempts atomic.Int32
 	late := make(chan []byte, 1)
 	m.between = func(ctx context.Context, hello []byte, call func([]byte) ([]byte, Call, error)) ([]byte, Call, error) {
@@ -656,6 +660,7 @@ func TestLateAnswerProgramsNothing(t *testing.T) {
 		switch attempts.Add(1) {
 		case 1: // the first answer is on its way while the reader tries again
 			late <- b
+			giveUp()
 			<-ctx.Done()
 			if err == nil {
 				c.Close()
@@ -667,8 +672,8 @@ func TestLateAnswerProgramsNothing(t *testing.T) {
 			return b, c, err
 		}
 	}
-	if _, err := reader.t.Open(short(t), owner.peer()); !errors.Is(err, transfer.ErrStalled) {
-		t.Fatalf("Open without an answer: %v, want ErrStalled", err)
+	if _, err := reader.t.Open(first, owner.peer()); !errors.Is(err, context.Canceled) {
+		t.Fatalf("Open without an answer: %v, want Canceled", err)
 	}
 	if _, err := reader.t.Open(short(t), owner.peer()); !errors.Is(err, errGarbage) {
 		t.Fatalf("Open with the answer to another: %v", err)
@@ -680,10 +685,23 @@ func TestLateAnswerProgramsNothing(t *testing.T) {
 	reads(t, l, owner, reader, []transfer.Copy{{Bytes: 1 << 20}})
 }
 
+// An owner that answers nothing costs the dial time.
+func TestOwnerAnswersNothing(t *testing.T) {
+	m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
+	owner, reader := newPair(t, m, 1<<20, Options{Limits: transfer.Limits{Dial: 100 * time.Millisecond}})
+	m.between = func(ctx context.Context, _ []byte, _ func([]byte) ([]byte, Call, error)) ([]byte, Call, error) {
+		<-ctx.Done()
+		return nil, nil, ctx.Err()
+	}
+	if _, err := reader.t.Open(short(t), owner.peer()); !errors.Is(err, transfer.ErrStalled) {
+		t.Errorf("Open: %v, want ErrStalled", err)
+	}
+}
+
 // Whatever an owner answers, a link is refused, or reads what it should.
 func TestHostileAnswers(t *testing.T) {
 	m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 1<<20, Options{Limits: transfer.Limits{Dial: time.Second}, QueuePairs: 1})
+	owner, reader := newPair(t, m, 1<<20, Options{QueuePairs: 1})
 	var change func(a *answer)
 	m.between = func(_ context.Context, hello []byte, call func([]byte) ([]byte, Call, error)) ([]byte, Call, error) {
 		b, c, err := call(hello)
@@ -821,7 +839,7 @@ func TestOneReaderIsBounded(t *testing.T) {
 // Canceling a read breaks what it uses and nothing else: reads beside it go on.
 func TestCancelHurtsNobodyElse(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, 4<<20, Options{Limits: quick()})
+	owner, reader := newPair(t, m, 4<<20, Options{})
 	w.Set(rdmatest.Faults{Delay: 200 * time.Microsecond})
 	l := open(t, reader, owner.peer())
 	seal := owner.hold(5, 5)
@@ -845,7 +863,7 @@ func TestCancelHurtsNobodyElse(t *testing.T) {
 		})
 	}
 	rng := rand.New(rand.NewPCG(6, 6))
-	for range 50 {
+	for n := 0; n < 50 || reader.t.Stats().Replaced == 0 && n < 5000; n++ {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Duration(rng.IntN(3000))*time.Microsecond)
 		err := l.Read(ctx, []transfer.Seal{seal}, []transfer.Copy{{Local: 2 << 20, Bytes: 2 << 20}})
 		cancel()

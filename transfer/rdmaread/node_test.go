@@ -2,6 +2,7 @@ package rdmaread
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"strings"
@@ -191,7 +192,7 @@ func (n *node) listen(t testing.TB, m *meeting, o Options) *Transport {
 	if o.Timeout == 0 {
 		o.Timeout = m.o.Timeout
 	}
-	o.Local = n.local
+	o.Local, o.Limits = n.local, calm(o.Limits)
 	tr, err := m.listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -204,6 +205,16 @@ func (n *node) listen(t testing.TB, m *meeting, o Options) *Transport {
 	n.t = tr
 	return tr
 }
+
+// calm fills the limits of which a test says nothing: none is met on a busy machine
+// either.
+func calm(l transfer.Limits) transfer.Limits {
+	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
+	return l
+}
+
+// stall gives the reads of n, of which none runs, another stall time.
+func (n *node) stall(d time.Duration) { n.t.o.Limits.Stall = d }
 
 func (n *node) peer() transfer.Peer {
 	return transfer.Peer{Life: n.local.Life, Descriptor: n.t.Descriptor(), ArenaBytes: map[id.Rank]int64{0: n.local.Arenas[0].Size()}}

@@ -136,10 +136,7 @@ func TestCrossings(t *testing.T) {
 		l := open(t, reader, owner.peer())
 		eventually(t, "lanes", func() bool { return len(queues(l)) == len(l.lanes) })
 		seal := owner.hold(5, 5)
-		for _, n := range []int{1, 1000, 100_000} {
-			if page > 16<<10 && n > 1000 {
-				n = 20_000
-			}
+		for _, n := range []int{1, 1000, 20_000} {
 			before := reader.t.Stats().Crossings
 			if err := l.Read(context.Background(), []transfer.Seal{seal}, pages(n, page, size)); err != nil {
 				t.Fatal(err)
@@ -185,7 +182,7 @@ func TestPagesAllocateNothing(t *testing.T) {
 func TestSmallReadWaitsForNoLargeOne(t *testing.T) {
 	const size, rate = 8 << 20, 400 << 20
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
-	owner, reader := newPair(t, m, size, Options{Limits: transfer.Limits{Stall: 10 * time.Second}})
+	owner, reader := newPair(t, m, size, Options{})
 	other := newNode(t, id.Life{Node: "other", Incarnation: 3}, size)
 	other.listen(t, m, Options{})
 	large, small := open(t, reader, owner.peer()), open(t, reader, other.peer())

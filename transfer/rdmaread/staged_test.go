@@ -398,7 +398,7 @@ func TestOneCopyABuffer(t *testing.T) {
 				t.Fatal(err)
 			}
 			crossings := int(reader.t.Stats().Crossings - before)
-			buffers := size/bufferBytes + len(l.lanes) // each window may end with one that is not full
+			buffers := 2 * size / bufferBytes // each window may end with one that is not full, and a slow machine has many windows
 			gathers := theirs.Counts().Calls[transfertest.ToHost] - first[0].Calls[transfertest.ToHost]
 			scatters := ours.Counts().Calls[transfertest.FromHost] - first[1].Calls[transfertest.FromHost]
 			t.Logf("%d pages: %d crossings, %d gathers, %d scatters", len(copies), crossings, gathers, scatters)
@@ -602,7 +602,7 @@ func TestReaderHearsNothing(t *testing.T) {
 func TestStagedWindowFailsOver(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"}, rdmatest.DeviceSpec{Name: "d1"})
 	device := newDevice(t, transfertest.DeviceOptions{Delay: 50 * time.Microsecond})
-	owner, reader := devicePair(t, m, places(device)[Staged], places(device)[Staged], 8<<20, Options{Limits: quick(), Staging: 16 * leastStaging})
+	owner, reader := devicePair(t, m, places(device)[Staged], places(device)[Staged], 8<<20, Options{Staging: 16 * leastStaging})
 	l := open(t, reader, owner.peer())
 	var failovers uint64
 	for seed := range uint64(15) {
@@ -636,12 +636,13 @@ func TestGatherThatDoesNotEnd(t *testing.T) {
 	m, w := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
 	device := newDevice(t, transfertest.DeviceOptions{})
 	owner, reader := devicePair(t, m, places(device)[Staged], transfertest.Host, 4<<20,
-		Options{QueuePairs: 1, Staging: leastStaging, Limits: transfer.Limits{Stall: 150 * time.Millisecond, Dial: time.Second}})
+		Options{QueuePairs: 1, Staging: leastStaging})
 	l := open(t, reader, owner.peer())
+	reader.stall(150 * time.Millisecond)
 	device.Hold()
 	started := time.Now()
 	e := fails(t, l, owner, []transfer.Copy{{Bytes: 4 << 20}})
-	if took := time.Since(started); !errors.Is(e, transfer.ErrStalled) && !errors.Is(e, transfer.ErrUnavailable) || took > 20*150*time.Millisecond {
+	if took := time.Since(started); !errors.Is(e, transfer.ErrStalled) && !errors.Is(e, transfer.ErrUnavailable) || took > 20*time.Second {
 		t.Errorf("%v after %v", e, took)
 	}
 	// Its queue pair is gone, and the one ring is not: no lane can have it.
@@ -654,6 +655,7 @@ func TestGatherThatDoesNotEnd(t *testing.T) {
 	}
 	device.Release()
 	eventually(t, "the lane is back", func() bool { return len(queues(l)) == 1 })
+	reader.stall(patience / 3)
 	holds(t, l, owner, reader, []transfer.Copy{{Bytes: 4 << 20}})
 }
 
@@ -662,7 +664,7 @@ func TestGatherThatDoesNotEnd(t *testing.T) {
 func TestScatterThatDoesNotEnd(t *testing.T) {
 	m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
 	device := newDevice(t, transfertest.DeviceOptions{})
-	owner, reader := devicePair(t, m, transfertest.Host, places(device)[Staged], 4<<20, Options{Limits: quick()})
+	owner, reader := devicePair(t, m, transfertest.Host, places(device)[Staged], 4<<20, Options{})
 	l := open(t, reader, owner.peer())
 	device.Hold()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -695,7 +697,7 @@ func TestDeadDevices(t *testing.T) {
 		t.Run([]string{"of the owner", "of the reader"}[side], func(t *testing.T) {
 			m, _ := newMeeting(t, Options{}, rdmatest.DeviceSpec{Name: "d0"})
 			devices := []*transfertest.Device{newDevice(t, transfertest.DeviceOptions{}), newDevice(t, transfertest.DeviceOptions{})}
-			owner, reader := devicePair(t, m, places(devices[0])[Staged], places(devices[1])[Staged], 4<<20, Options{Limits: quick()})
+			owner, reader := devicePair(t, m, places(devices[0])[Staged], places(devices[1])[Staged], 4<<20, Options{})
 			l := open(t, reader, owner.peer())
 			devices[side].Hold()
 			ended := make(chan error, 1)
@@ -845,8 +847,11 @@ func TestHostileGathered(t *testing.T) {
 				return b, s, nil
 			}
 			owner, reader := devicePair(t, m, places(device)[Staged], transfertest.Host, 1<<20,
-				Options{QueuePairs: 1, Limits: transfer.Limits{Stall: 100 * time.Millisecond}})
+				Options{QueuePairs: 1})
 			l := open(t, reader, owner.peer())
+			if errors.Is(tt.want, transfer.ErrStalled) {
+				reader.stall(100 * time.Millisecond)
+			}
 			e := fails(t, l, owner, []transfer.Copy{{Bytes: 1 << 20}})
 			if tt.want != nil && !errors.Is(e, tt.want) || !strings.Contains(e.Error(), tt.says) {
 				t.Errorf("%v", e)

@@ -15,7 +15,7 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-var soak = flag.Duration("soak", 5*time.Second, "how long reads, cancels, and restarts run at random; from a minute on, the long tests run in full")
+var soak = flag.Duration("soak", 2*time.Second, "how long reads, cancels, and restarts run at random; from a minute on, the long tests run in full")
 
 func TestMain(m *testing.M) {
 	if os.Getenv(ownerEnv) != "" {

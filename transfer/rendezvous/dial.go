@@ -7,19 +7,14 @@ import (
 	"net"
 	"os"
 	"syscall"
-	"time"
 
 	"github.com/kvferry/kvferry/transfer"
 )
 
-// maxHandshake bounds a reader's handshake beside the dial time: it crosses no
-// network.
-const maxHandshake = 2 * time.Second
-
 // dial connects to an owner, says hello to exactly this life, and takes its
-// welcome; files follow. All until Conn.Settle has the dial time, 2 s at most, and
-// ends with ctx. It wraps [transfer.ErrUnavailable] where the peer cannot be met
-// in this directory, and [transfer.ErrIdentity] where another life answers.
+// welcome; files follow. All until Conn.Settle has the dial time, and ends with
+// ctx. It wraps [transfer.ErrUnavailable] where the peer cannot be met in this
+// directory, and [transfer.ErrIdentity] where another life answers.
 func (s *Server) dial(ctx context.Context, peer transfer.Peer) (*Conn, error) {
 	if err := peer.Life.Node.Validate(); err != nil {
 		return nil, err
@@ -34,7 +29,7 @@ func (s *Server) dial(ctx context.Context, peer transfer.Peer) (*Conn, error) {
 	if ctx.Err() != nil {
 		return nil, transfer.Reason(ctx)
 	}
-	bound := min(s.o.Limits.Dial, maxHandshake)
+	bound := s.o.Limits.Dial
 	dialling, cancel := context.WithTimeoutCause(ctx, bound, fmt.Errorf("the peer does not answer within %v: %w", bound, transfer.ErrStalled))
 	address := s.dir.address(d.socket)
 	conn, err := s.dir.dial(dialling, d.socket)

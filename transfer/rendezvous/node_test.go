@@ -56,9 +56,11 @@ func (p plain) Release() {
 	}
 }
 
-// options of a node of a life; a test adds to them.
+// options of a node of a life, with limits that none meets on a busy machine; a test
+// adds to them.
 func options(dir string, life id.Life) Options {
-	return Options{Protocol: testProtocol, Dir: dir, Life: life, Serve: stand}
+	calm := transfer.Limits{Dial: patience / 3, Stall: patience / 3}
+	return Options{Protocol: testProtocol, Dir: dir, Life: life, Serve: stand, Limits: calm}
 }
 
 func listen(t testing.TB, o Options) *Server {

@@ -46,7 +46,7 @@ func readPair(t *testing.T, total, stall time.Duration) (owner, reader *Server) 
 	t.Helper()
 	dir := closedDir(t)
 	o := options(dir, readerLife)
-	o.Limits = transfer.Limits{Base: total, Rate: 1 << 50, Stall: stall}
+	o.Limits.Base, o.Limits.Rate, o.Limits.Stall = total, 1<<50, stall
 	return listen(t, options(dir, ownerLife)), listen(t, o)
 }
 

@@ -35,7 +35,7 @@ func TestSuiteCUDA(t *testing.T) {
 		t.Fatal(err)
 	}
 	device := func(size int64) (memory.Arena, error) { return r.Alloc(gpu.UUID, size) }
-	f := factory(t, Options{Workers: 2})
+	f := factory(t, Options{Workers: 2, Staging: 16 << 20})
 	f.Owner, f.Reader = device, device
 	t.Run("suite", func(t *testing.T) { transfertest.Run(t, f) })
 	if s := r.Stats(); s.Arenas != 0 || s.Pinned != 0 {

@@ -18,7 +18,7 @@ import (
 const ringArena = 8 << 20
 
 // ringPair is an owner with a device, and a reader with one if it is to have.
-func ringPair(t testing.TB, readerToo bool, o Options) (owner, reader *node) {
+func ringPair(t testing.TB, readerToo bool, o, r Options) (owner, reader *node) {
 	t.Helper()
 	owner, reader = newDeviceNode(t, ownerLife, ringArena), newNode(t, readerLife, ringArena)
 	if readerToo {
@@ -28,8 +28,9 @@ func ringPair(t testing.TB, readerToo bool, o Options) (owner, reader *node) {
 	pattern(b, 1)
 	transfertest.Poke(owner.local.Arenas[0], 0, b)
 	o.Dir = meeting(t)
+	r.Dir = o.Dir
 	owner.listen(t, o)
-	reader.listen(t, o)
+	reader.listen(t, r)
 	return owner, reader
 }
 
@@ -50,7 +51,7 @@ func rings(then func(c *rendezvous.Conn) error) acting {
 // A reader that asks for garbage loses its connection, and is counted; nothing of
 // its ring is left, and others read on.
 func TestHostileReaderOfARing(t *testing.T) {
-	owner, reader := ringPair(t, false, Options{})
+	owner, reader := ringPair(t, false, Options{}, Options{})
 	seal := owner.hold(1, 1)
 	l := open(t, reader, owner.peer())
 	pinned := owner.device.Counts().Pinned
@@ -108,7 +109,7 @@ func TestHostileReaderOfARing(t *testing.T) {
 
 // There is room for so many rings, whoever comes; who leaves makes room.
 func TestRingsAreBounded(t *testing.T) {
-	owner, reader := ringPair(t, false, Options{Staging: 2 << 20})
+	owner, reader := ringPair(t, false, Options{Staging: 2 << 20}, Options{})
 	room := cap(owner.t.staging.room)
 	pinned := owner.device.Counts().Pinned
 	var links []*link
@@ -136,7 +137,7 @@ func TestRingsAreBounded(t *testing.T) {
 // emptied the next is filled by our processors: nothing waits for the whole way.
 func TestCopiesOverlap(t *testing.T) {
 	t.Run("device to device", func(t *testing.T) {
-		owner, reader := ringPair(t, true, Options{})
+		owner, reader := ringPair(t, true, Options{}, Options{})
 		seal := owner.hold(1, 1)
 		l := open(t, reader, owner.peer())
 		reader.device.Hold(transfertest.FromHost)
@@ -185,7 +186,7 @@ func same(t testing.TB, owner, reader *node) {
 
 // One call of a device for a buffer and a rank, however small the pages are.
 func TestOneCallABuffer(t *testing.T) {
-	owner, reader := ringPair(t, true, Options{})
+	owner, reader := ringPair(t, true, Options{}, Options{})
 	seal := owner.hold(1, 1)
 	l := open(t, reader, owner.peer())
 	for _, chunk := range []int{512, 4096, 64 << 10} {
@@ -217,7 +218,7 @@ func TestOneCallABuffer(t *testing.T) {
 // Reads that are cancelled while their buffers are being filled return at once;
 // the buffers come back when the owner has answered, and nothing of them lands.
 func TestDroppedBuffersComeBack(t *testing.T) {
-	owner, reader := ringPair(t, false, Options{Limits: transfer.Limits{Stall: 100 * time.Millisecond}})
+	owner, reader := ringPair(t, false, Options{}, Options{Limits: transfer.Limits{Stall: 3 * time.Second}}) // which only the read without a buffer takes
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	l := open(t, reader, owner.peer())
 	owner.device.Hold(transfertest.ToHost)
@@ -248,7 +249,7 @@ func TestDroppedBuffersComeBack(t *testing.T) {
 // An owner whose reader goes away in the middle waits for its device before it
 // frees the ring, and a transport that has closed touches no arena.
 func TestOwnerWaitsForItsDevice(t *testing.T) {
-	owner, reader := ringPair(t, false, Options{Limits: transfer.Limits{Stall: 50 * time.Millisecond}})
+	owner, reader := ringPair(t, false, Options{Limits: transfer.Limits{Stall: 50 * time.Millisecond}}, Options{})
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	pinned := owner.device.Counts().Pinned
 	l := open(t, reader, owner.peer())
@@ -285,7 +286,7 @@ func TestOwnerWaitsForItsDevice(t *testing.T) {
 
 // What the owner's device died of is what its reader hears.
 func TestReaderHearsWhatTheDeviceDiedOf(t *testing.T) {
-	owner, reader := ringPair(t, false, Options{})
+	owner, reader := ringPair(t, false, Options{}, Options{})
 	l := open(t, reader, owner.peer())
 	owner.device.Kill(errors.New("an illegal address was met"))
 	err := l.Read(short(t), []transfer.Seal{owner.hold(1, 1)}, []transfer.Copy{{Bytes: ringArena}})
@@ -296,7 +297,7 @@ func TestReaderHearsWhatTheDeviceDiedOf(t *testing.T) {
 
 // A word that changes while a buffer is filled ends the read stale, whatever came.
 func TestSealIsReadBehindTheDevice(t *testing.T) {
-	owner, reader := ringPair(t, true, Options{})
+	owner, reader := ringPair(t, true, Options{}, Options{})
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	l := open(t, reader, owner.peer())
 	reader.device.Hold(transfertest.FromHost)

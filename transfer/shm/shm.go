@@ -164,7 +164,7 @@ func (t *Transport) Name() string { return Name }
 // Descriptor is [transfer.Transport.Descriptor].
 func (t *Transport) Descriptor() []byte { return t.server.Descriptor() }
 
-// Open is [transfer.Transport.Open]. The handshake has the dial time, 2 s at most;
+// Open is [transfer.Transport.Open]. The handshake has the dial time;
 // mapping what it brought takes about a tenth of a second a GiB on small pages, and
 // ends early with ctx only between two arenas.
 func (t *Transport) Open(ctx context.Context, peer transfer.Peer) (transfer.Link, error) {

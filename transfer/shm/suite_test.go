@@ -12,7 +12,7 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-var soak = flag.Duration("soak", 5*time.Second, "how long reads, cancels, and restarts run at random")
+var soak = flag.Duration("soak", 2*time.Second, "how long reads, cancels, and restarts run at random")
 
 func TestMain(m *testing.M) {
 	if os.Getenv(ownerEnv) != "" {
@@ -58,7 +58,9 @@ func TestSuiteFaulty(t *testing.T) {
 }
 
 // Arenas of emulated devices, on the one side, the other, and both.
-func TestSuiteStaged(t *testing.T) { transfertest.RunStaged(t, factory(t, Options{Workers: 2})) }
+func TestSuiteStaged(t *testing.T) {
+	transfertest.RunStaged(t, factory(t, Options{Workers: 2, Staging: 16 << 20}))
+}
 
 // What must hold of copies of devices, with one ring and one link.
 func TestSuiteScarce(t *testing.T) {

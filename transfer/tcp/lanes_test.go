@@ -131,13 +131,15 @@ func testLaneDies(t *testing.T, o, r Options) {
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	p := newProxy(t, owner.t.Bound())
 	for i := range 6 {
+		// The others fall silent, or they may have read all before it dies.
+		p.set(cut{up: -1, down: 100_000, mute: true})
 		l := open(t, reader, at(owner.peer(), p.address)).(*link)
 		c, err := l.dial(short(t))
 		if err != nil {
 			t.Fatal(err)
 		}
 		l.push(c)
-		p.set(cut{up: -1, down: 20_000 + i*300_000})
+		p.set(cut{up: -1, down: 20_000 + i*150_000})
 		if c, err = l.dial(short(t)); err != nil {
 			t.Fatal(err)
 		}
@@ -164,19 +166,28 @@ func testLaneDies(t *testing.T, o, r Options) {
 	}
 }
 
-// fakeOwner answers every request on the n-th connection, from 0, with zeros
-// and the verdict of the n-th.
+// fakeOwner answers every request with zeros, and the verdict of the n-th connection,
+// from 0, once both of two have been asked.
 func fakeOwner(t testing.TB, of func(n int) verdict) net.Addr {
-	var conns atomic.Int32
+	var conns, asked atomic.Int32
+	both := make(chan struct{})
 	return script(t, func(c net.Conn) {
 		v := of(int(conns.Add(1) - 1))
 		if greet(c) != nil {
 			return
 		}
-		for {
+		for first := true; ; first = false {
 			h, body, err := receiveFrame(c)
 			var r request
 			if err != nil || r.parse(h, body) != nil {
+				return
+			}
+			if first && asked.Add(1) == 2 {
+				close(both)
+			}
+			select {
+			case <-both:
+			case <-t.Context().Done():
 				return
 			}
 			b := appendHeader(nil, dataOf(h.request, uint32(r.bytes())))
@@ -227,8 +238,12 @@ func testCancelWithLanes(t *testing.T, o, r Options) {
 	owner, reader := newPair(t, largeRead, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	l := open(t, reader, owner.peer())
+	rounds := 10
+	if *soak >= time.Minute {
+		rounds = 200
+	}
 	cancelled := 0
-	for range 40 {
+	for n := 0; n < rounds || cancelled == 0 && n < 20*rounds; n++ {
 		ctx, cancel := context.WithTimeout(t.Context(), rand.N(10*time.Millisecond))
 		err := l.Read(ctx, seals, large())
 		cancel()
@@ -367,7 +382,7 @@ func TestRestartsLeaveNothing(t *testing.T) {
 		life()
 	}
 	fds, goroutines := open(), runtime.NumGoroutine()
-	for range 200 {
+	for range 30 {
 		life()
 	}
 	eventually(t, "descriptors are left", func() bool { return open() <= fds })

@@ -7,6 +7,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -54,9 +55,9 @@ func around(t testing.TB, what string, took, limit time.Duration) {
 
 func TestMuteServer(t *testing.T) {
 	silent := script(t, func(c net.Conn) { _, _ = io.Copy(io.Discard, c) })
-	reader := newReader(t, Options{Limits: transfer.Limits{Dial: 150 * time.Millisecond, Stall: 100 * time.Millisecond}})
+	hasty := newReader(t, Options{Limits: transfer.Limits{Dial: 150 * time.Millisecond}})
 	started := time.Now()
-	_, err := reader.t.Open(short(t), fakePeer(silent))
+	_, err := hasty.t.Open(short(t), fakePeer(silent))
 	if !errors.Is(err, transfer.ErrStalled) || !strings.Contains(err.Error(), ownerLife.String()) {
 		t.Errorf("Open: %v, want ErrStalled and the peer's name", err)
 	}
@@ -67,6 +68,7 @@ func TestMuteServer(t *testing.T) {
 			_, _ = io.Copy(io.Discard, c)
 		}
 	})
+	reader := newReader(t, Options{Limits: transfer.Limits{Stall: 100 * time.Millisecond}})
 	link := open(t, reader, fakePeer(greets))
 	started = time.Now()
 	err = link.Read(short(t), []transfer.Seal{{Value: 1}}, []transfer.Copy{{Bytes: 3 << 18}})
@@ -77,10 +79,12 @@ func TestMuteServer(t *testing.T) {
 	if e, ok := errors.AsType[*transfer.Error](err); !ok || e.Address != greets.String() || e.Peer != ownerLife || e.Total != 3<<18 || e.Done != 0 {
 		t.Errorf("Read: %+v", err)
 	}
-	if s := reader.t.Stats(); s.Errors != 1 || s.Dialled != 0 {
-		t.Errorf("stats %+v", s)
+	for n, errs := range map[*node]uint64{hasty: 0, reader: 1} {
+		if s := n.t.Stats(); s.Errors != errs || s.Dialled != 0 {
+			t.Errorf("stats %+v", s)
+		}
+		untouched(t, n)
 	}
-	untouched(t, reader)
 }
 
 // A peer that never stalls but is too slow ends with the total time.
@@ -99,11 +103,12 @@ func TestTotalTime(t *testing.T) {
 			_, err = c.Write([]byte{1})
 		}
 	})
-	reader := newReader(t, Options{Limits: transfer.Limits{Stall: 5 * time.Second, Base: 200 * time.Millisecond, Rate: 1 << 40}})
+	const total = 3 * time.Second // in which some bytes land on any machine
+	reader := newReader(t, Options{Limits: transfer.Limits{Base: total, Rate: 1 << 40}})
 	link := open(t, reader, fakePeer(drips))
 	started := time.Now()
 	err := link.Read(short(t), []transfer.Seal{{Value: 1}}, []transfer.Copy{{Bytes: 1 << 19}})
-	around(t, "Read", time.Since(started), 200*time.Millisecond)
+	around(t, "Read", time.Since(started), total)
 	e, ok := errors.AsType[*transfer.Error](err)
 	if !errors.Is(err, transfer.ErrStalled) || !ok || e.Done == 0 || e.Done > 1000 {
 		t.Errorf("Read: %v, want ErrStalled and the few bytes that landed", err)
@@ -254,7 +259,7 @@ func TestAnswersAhead(t *testing.T) {
 		_, _ = c.Write(b)
 		_, _ = io.Copy(io.Discard, c)
 	})
-	reader := newReader(t, Options{Limits: transfer.Limits{Stall: time.Second}})
+	reader := newReader(t, Options{})
 	link := open(t, reader, fakePeer(owner))
 	err := link.Read(short(t), []transfer.Seal{{Value: 1}}, copies)
 	// If the requests were faster than the answers they may be answers.
@@ -317,7 +322,10 @@ func places(secure bool, shake, whole int) (at []int) {
 		shake = whole
 	}
 	sparse, dense := 1, 1
-	if secure {
+	switch {
+	case secure && *soak < time.Minute:
+		sparse, dense = 211, 7
+	case secure:
 		sparse, dense = 97, 3
 	}
 	for n := rand.IntN(sparse); n < shake; n += sparse {
@@ -335,7 +343,7 @@ func places(secure bool, shake, whole int) (at []int) {
 func TestCutAtEveryByte(t *testing.T) { bothWays(t, cutAtEveryByte) }
 
 func cutAtEveryByte(t *testing.T, o, r Options) {
-	disturb(t, o, r, func(up, down int) cut { return cut{up: up, down: down} })
+	disturb(t, o, r, transfer.Limits{}, func(up, down int) cut { return cut{up: up, down: down} })
 }
 
 // With TLS, a byte that was changed on the way is an error, and never a byte.
@@ -343,12 +351,12 @@ func TestChangedBytes(t *testing.T) {
 	a := newAuthority(t)
 	o, r := Options{Identity: issue(t, a, ownerLife.Node, nil)}, Options{Identity: issue(t, a, readerLife.Node, nil)}
 	// A length that has grown is waited for.
-	o.Limits = transfer.Limits{Dial: 600 * time.Millisecond, Stall: 600 * time.Millisecond}
-	r.Limits = o.Limits
-	disturb(t, o, r, func(up, down int) cut { return cut{up: up, down: down, flip: true} })
+	const soon = 300 * time.Millisecond
+	disturb(t, o, r, transfer.Limits{Dial: soon, Stall: soon}, func(up, down int) cut { return cut{up: up, down: down, flip: true} })
 }
 
-func disturb(t *testing.T, o, r Options, fault func(up, down int) cut) {
+// disturb lets faults happen to reads with these limits.
+func disturb(t *testing.T, o, r Options, limits transfer.Limits, fault func(up, down int) cut) {
 	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(7, 41)}
 	copies := []transfer.Copy{{Remote: 100, Local: 7, Bytes: 40}, {Remote: 3, Local: 900, Bytes: 5}}
@@ -367,6 +375,7 @@ func disturb(t *testing.T, o, r Options, fault func(up, down int) cut) {
 	try := func(c cut) {
 		p.set(c)
 		defer p.set(cut{up: -1, down: -1})
+		reader.hurry(limits)
 		link, err := reader.t.Open(short(t), peer)
 		if err != nil { // in the handshake
 			if errors.Is(err, identity.ErrRefused) && !c.flip {
@@ -390,6 +399,7 @@ func disturb(t *testing.T, o, r Options, fault func(up, down int) cut) {
 		if err == nil {
 			return // the fault is still to come, or never comes
 		}
+		reader.hurry(transfer.Limits{})
 		if err := link.Read(short(t), seals, copies); err != nil {
 			t.Errorf("after cut %+v: %v", c, err)
 		}
@@ -452,6 +462,7 @@ func muteAtEveryByte(t *testing.T, o, r Options) {
 func TestOwnerRestarts(t *testing.T) { bothWays(t, testOwnerRestarts) }
 
 func testOwnerRestarts(t *testing.T, o, r Options) {
+	o.Bind = netip.MustParseAddrPort(ownPorts)
 	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	copies := []transfer.Copy{{Bytes: 100}}
@@ -503,12 +514,14 @@ func testOwnerRestarts(t *testing.T, o, r Options) {
 func TestIdleConnectionEnds(t *testing.T) { bothWays(t, testIdleConnectionEnds) }
 
 func testIdleConnectionEnds(t *testing.T, o, r Options) {
-	o.Idle = 200 * time.Millisecond // longer than from a dial to its request
 	owner, reader := newPair(t, 4096, o, r)
 	seals := []transfer.Seal{owner.hold(1, 1)}
 	link := open(t, reader, owner.peer())
 	for range 3 {
-		eventually(t, "the idle connection stays", func() bool { return owner.t.Stats().Accepted == 0 })
+		eventually(t, "the idle connection stays", func() bool {
+			each(owner.t, func(c *served) { _ = c.tcp.SetReadDeadline(time.Now()) }) // as at the end of the idle time
+			return owner.t.Stats().Accepted == 0
+		})
 		if err := link.Read(short(t), seals, []transfer.Copy{{Bytes: 100}}); err != nil {
 			t.Error(err)
 		}
@@ -566,7 +579,6 @@ func TestStallDropsIdleConnections(t *testing.T) { bothWays(t, testStallDropsIdl
 
 func testStallDropsIdleConnections(t *testing.T, o, r Options) {
 	owner, _ := newPair(t, 1<<20, o, Options{})
-	r.Limits.Stall = 200 * time.Millisecond
 	reader := newReader(t, r)
 	p := newProxy(t, owner.t.Bound())
 	seals := []transfer.Seal{owner.hold(1, 1)}
@@ -579,9 +591,11 @@ func testStallDropsIdleConnections(t *testing.T, o, r Options) {
 		l.push(c)
 	}
 	p.freeze()
+	reader.hurry(transfer.Limits{Stall: 200 * time.Millisecond})
 	if err := l.Read(short(t), seals, []transfer.Copy{{Bytes: 10}}); !errors.Is(err, transfer.ErrStalled) {
 		t.Errorf("the first read: %v, want ErrStalled", err)
 	}
+	reader.hurry(transfer.Limits{})
 	if err := l.Read(short(t), seals, []transfer.Copy{{Bytes: 10}}); err != nil {
 		t.Errorf("the next read: %v", err)
 	}
@@ -671,18 +685,23 @@ func TestWaitForAConnection(t *testing.T) {
 		}
 	})
 	reader := newReader(t, Options{LinkConns: 1, Limits: transfer.Limits{Stall: time.Hour}})
-	link := open(t, reader, fakePeer(owner))
+	l := open(t, reader, fakePeer(owner)).(*link)
 	seals, copies := []transfer.Seal{{Value: 1}}, []transfer.Copy{{Bytes: 10}}
-	first := make(chan error, 1)
-	go func() { first <- link.Read(context.Background(), seals, copies) }()
+	first, second := make(chan error, 1), make(chan error, 1)
+	go func() { first <- l.Read(context.Background(), seals, copies) }()
 	<-got
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
-	defer cancel()
-	err := link.Read(ctx, seals, copies)
-	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "wait for a connection") {
-		t.Errorf("the second read: %v, want a deadline while it waits for a connection", err)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { second <- l.Read(ctx, seals, copies) }()
+	eventually(t, "there is no second read", func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.reads) == 2
+	})
+	cancel()
+	if err := <-second; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "wait for a connection") {
+		t.Errorf("the second read: %v, want that it waited for a connection", err)
 	}
-	if err := link.Close(); err != nil {
+	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-first; !errors.Is(err, transfer.ErrClosed) {
@@ -714,8 +733,8 @@ func testStats(t *testing.T, o, r Options) {
 	}
 }
 
-// What a read allocates does not grow with its requests: between a list that takes
-// two and one that takes forty there is no difference.
+// What a read allocates does not grow with its requests: one that takes forty has
+// about what one has that takes two.
 func TestRequestsAllocateNothing(t *testing.T) {
 	const size, most, bytes = 4 << 20, 40 * frameCopies, 32
 	owner, reader := newPair(t, size, Options{}, Options{})
@@ -726,7 +745,7 @@ func TestRequestsAllocateNothing(t *testing.T) {
 		copies[i] = transfer.Copy{Remote: int64(i) * bytes, Local: int64(most-1-i) * bytes, Bytes: bytes}
 	}
 	allocations := func(n int) float64 {
-		return testing.AllocsPerRun(20, func() {
+		return testing.AllocsPerRun(5, func() {
 			if err := link.Read(context.Background(), seals, copies[:n]); err != nil {
 				t.Fatal(err)
 			}
@@ -734,7 +753,7 @@ func TestRequestsAllocateNothing(t *testing.T) {
 	}
 	allocations(most) // what grows once
 	few, many := allocations(2*frameCopies), allocations(most)
-	if many > few {
+	if many > few+2 { // of the runtime, now and then
 		t.Errorf("%v allocations for 2 requests, %v for 40", few, many)
 	}
 }

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"io"
@@ -53,9 +54,7 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	if !o.Bind.IsValid() {
 		o.Bind = netip.MustParseAddrPort("127.0.0.1:0")
 	}
-	if o.Limits.Stall == 0 { // what is about no stall has none on a busy machine either
-		o.Limits.Stall = 20 * time.Second
-	}
+	o.Limits = calm(o.Limits)
 	tr, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -68,6 +67,16 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	n.t = tr
 	return tr
 }
+
+// calm fills the limits of which a test says nothing: none is met on a busy machine
+// either.
+func calm(l transfer.Limits) transfer.Limits {
+	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
+	return l
+}
+
+// hurry gives the reads of n, of which none runs, other limits.
+func (n *node) hurry(l transfer.Limits) { n.t.limits = calm(l).WithDefaults() }
 
 func (n *node) peer() transfer.Peer {
 	return transfer.Peer{Life: n.local.Life, Descriptor: n.t.Descriptor(), ArenaBytes: map[id.Rank]int64{0: n.local.Arenas[0].Size()}}
@@ -164,6 +173,10 @@ func bothWays(t *testing.T, run func(t *testing.T, owner, reader Options)) {
 		run(t, Options{Identity: issue(t, a, ownerLife.Node, nil)}, Options{Identity: issue(t, a, readerLife.Node, nil)})
 	})
 }
+
+// ownPorts is an address whose ports nobody else is given, so that one that was
+// given up can be had again.
+const ownPorts = "127.77.0.1:0"
 
 // patience is how long a test waits for what must come, on a busy machine too.
 const patience = time.Minute
@@ -271,7 +284,7 @@ func greetedBy(t testing.TB, owner *node, reader *identity.Identity) net.Conn {
 	if reader != nil {
 		c = tls.Client(c, reader.Client(identity.Data, owner.local.Life.Node))
 	}
-	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := c.Write(hello{owner: owner.local.Life, reader: readerLife}.encode()); err != nil {

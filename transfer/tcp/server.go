@@ -57,6 +57,15 @@ type served struct {
 	gathering *gathering // nil until an answer is staged
 }
 
+func newServed(w *wire, stall time.Duration) *served {
+	c := &served{wire: w, from: w.tcp.RemoteAddr().String(), stranger: true}
+	c.waiting.Store(time.Now().UnixNano())
+	c.out = make([]byte, 0, 2*headerBytes)
+	c.send.moved = func() { c.extend(stall) }
+	c.send.late = func() bool { return c.takes(stall) }
+	return c
+}
+
 func (s *server) accept() {
 	defer s.work.Done()
 	for {
@@ -84,11 +93,7 @@ func (s *server) admit(conn *net.TCPConn) {
 		_ = conn.Close() // it is gone already
 		return
 	}
-	c := &served{wire: w, from: conn.RemoteAddr().String(), stranger: true}
-	c.waiting.Store(time.Now().UnixNano())
-	c.out = make([]byte, 0, 2*headerBytes)
-	c.send.moved = func() { c.extend(s.t.limits.Stall) }
-	c.send.late = func() bool { return c.takes(s.t.limits.Stall) }
+	c := newServed(w, s.t.limits.Stall)
 
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -313,9 +313,9 @@ func TestReaderThatTakesNothingGivesBuffersBack(t *testing.T) {
 	const size = 16 << 20
 	d := newDevice(t, transfertest.DeviceOptions{})
 	owner, _ := newDeviceNode(t, ownerLife, size, d)
-	owner.listen(t, Options{Staging: 1, Limits: transfer.Limits{Stall: 200 * time.Millisecond}})
+	owner.listen(t, Options{Staging: 1, Limits: transfer.Limits{Stall: 3 * time.Second}}) // which a good reader never takes
 	seal := owner.hold(1, 1)
-	for i := range uint64(4) {
+	for i := range uint64(2) {
 		ask(t, greeted(t, owner), i+1, seal, transfer.Copy{Bytes: size})
 	}
 	reader := newNode(t, readerLife, size)

@@ -13,7 +13,7 @@ import (
 	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
-var soak = flag.Duration("soak", 5*time.Second, "how long reads, cancels, and restarts run at random")
+var soak = flag.Duration("soak", 2*time.Second, "how long reads, cancels, and restarts run at random")
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
@@ -46,7 +46,11 @@ func TestSuiteTLS(t *testing.T) {
 }
 
 // The suite where arenas are on a device.
-func TestSuiteStaged(t *testing.T) { transfertest.RunStaged(t, factory("127.0.0.1:0")) }
+func TestSuiteStaged(t *testing.T) {
+	transfertest.RunStaged(t, transfertest.Factory{Name: Name, Start: func(local transfer.Local, limits transfer.Limits) (transfer.Transport, error) {
+		return Listen(Options{Local: local, Bind: netip.MustParseAddrPort("127.0.0.1:0"), Limits: limits, Staging: 16 << 20})
+	}})
+}
 
 // Two buffers each way, which reads and answers wait for.
 func TestSuiteScarce(t *testing.T) {

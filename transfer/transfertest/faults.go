@@ -19,6 +19,7 @@ func faults() []testCase {
 		{name: "delayed and reordered", run: testReordered},
 		{name: "every third read fails", run: testFailing},
 		{name: "lost", run: testLost},
+		{name: "lost, with a deadline", run: testLostDeadline},
 		{name: "lost, then closed", run: testLostClosed},
 		{name: "cancelled half way", run: testHalfWay},
 		{name: "late landing", run: testLate},
@@ -29,8 +30,8 @@ func faults() []testCase {
 // faulty puts a plan into the reader's side of the factory's transports.
 func (f Factory) faulty(limits transfer.Limits, plan func(read int) Fault) Factory {
 	start := f.Start
-	f.Start = func(local transfer.Local, _ transfer.Limits) (transfer.Transport, error) {
-		t, err := start(local, limits)
+	f.Start = func(local transfer.Local, own transfer.Limits) (transfer.Transport, error) {
+		t, err := start(local, own)
 		if err != nil {
 			return nil, err
 		}
@@ -43,9 +44,9 @@ func always(fault Fault) func(int) Fault { return func(int) Fault { return fault
 
 func testReordered(t testing.TB, f Factory) {
 	rng := rand.New(rand.NewPCG(rand.Uint64(), 7))
-	p := newPair(t, f.faulty(testLimits(), always(Fault{Delay: time.Millisecond, Reorder: true})), 2, mib)
+	p := newPair(t, f.faulty(testLimits(), always(Fault{Delay: time.Millisecond, Reorder: true})), 2, 512*kib)
 	for _, n := range []int{1, 100, 2000} {
-		copies := append(scattered(rng, 0, mib, n, 5*kib), scattered(rng, 1, mib, n, 5*kib)...)
+		copies := append(scattered(rng, 0, 512*kib, n, 5*kib), scattered(rng, 1, 512*kib, n, 5*kib)...)
 		want := p.before().apply(p, copies)
 		if err := p.read(copies); err != nil {
 			t.Fatal(err)
@@ -65,10 +66,10 @@ func testFailing(t testing.TB, f Factory) {
 		}
 		return Fault{}
 	}
-	p := newPair(t, f.faulty(testLimits(), plan), 1, mib)
+	p := newPair(t, f.faulty(testLimits(), plan), 1, 256*kib)
 	rng := rand.New(rand.NewPCG(rand.Uint64(), 8))
-	for read := range 30 {
-		copies := scattered(rng, 0, mib, 20, 8*kib)
+	for read := range 12 {
+		copies := scattered(rng, 0, 256*kib, 20, 8*kib)
 		want := p.before().apply(p, copies)
 		err := p.read(copies)
 		if read%3 != 2 {
@@ -102,12 +103,18 @@ func testLost(t testing.TB, f Factory) {
 		t.Errorf("a lost read stalled after %v, before the stall time", took)
 	}
 	wholeError(t, f, p, err, 1000)
-	ctx, cancel := context.WithTimeout(context.Background(), limits.Stall/10)
+	before.compare(t, p)
+}
+
+func testLostDeadline(t testing.TB, f Factory) {
+	limits := testLimits()
+	limits.Stall = time.Hour
+	p := newPair(t, f.faulty(limits, always(Fault{Lose: true})), 1, 4*kib)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
 	defer cancel()
 	if err := p.link.Read(ctx, p.seals, one(0, 0, 1000)); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a lost read with a deadline: %v, want context.DeadlineExceeded", err)
 	}
-	before.compare(t, p)
 }
 
 func testLostClosed(t testing.TB, f Factory) {
@@ -125,11 +132,11 @@ func testLostClosed(t testing.TB, f Factory) {
 }
 
 func testHalfWay(t testing.TB, f Factory) {
-	p := newPair(t, f.faulty(testLimits(), always(Fault{Cancel: true})), 1, mib)
+	p := newPair(t, f.faulty(testLimits(), always(Fault{Cancel: true})), 1, 256*kib)
 	rng := rand.New(rand.NewPCG(rand.Uint64(), 9))
 	given := p.before() // what the next owner of the pages wrote
-	for range 20 {
-		copies := scattered(rng, 0, mib, 10, 50*kib)
+	for range 10 {
+		copies := scattered(rng, 0, 256*kib, 10, 50*kib)
 		err := p.read(copies)
 		if !errors.Is(err, context.Canceled) {
 			t.Fatalf("a read that was cancelled half way: %v, want context.Canceled", err)

@@ -34,22 +34,24 @@ func Poke(a memory.Arena, at int64, b []byte) {
 	naive(a, memory.Stager.WriteFrom, at, b)
 }
 
-// view is what [Peek] would copy into b: in place if it can be, else in b.
-func view(a memory.Arena, at int64, b []byte) []byte {
+// view is n bytes of an arena from offset at on, to be looked at: in place if they
+// can be, since copies are what a test spends its time on, else a copy.
+func view(a memory.Arena, at, n int64) []byte {
 	if mem, ok := addressable(a); ok {
-		return mem[at : at+int64(len(b))]
+		return mem[at : at+n]
 	}
+	b := make([]byte, n)
 	Peek(a, at, b)
 	return b
 }
 
-// edit lets write fill len(b) bytes of an arena from offset at on: in place if it
-// can be, else by way of b.
-func edit(a memory.Arena, at int64, b []byte, write func([]byte)) {
+// edit lets write fill n bytes of an arena from offset at on, in place if it can be.
+func edit(a memory.Arena, at, n int64, write func([]byte)) {
 	if mem, ok := addressable(a); ok {
-		write(mem[at : at+int64(len(b))])
+		write(mem[at : at+n])
 		return
 	}
+	b := make([]byte, n)
 	write(b)
 	Poke(a, at, b)
 }

@@ -173,12 +173,11 @@ func (l *soakLife) closeLink() {
 // the rule allows it.
 func (s *soak) publish(l *soakLife, rng *rand.Rand) {
 	life := l.side.local.Life
-	pages := make([]byte, soakGroupBytes)
 	for seq := id.Sequence(1); ; seq++ {
 		g := rng.Uint32N(soakGroups)
 		l.side.local.Seals.Store(g, 0)
 		content := rng.Uint64()
-		edit(l.side.local.Arenas[0], int64(g)*soakGroupBytes, pages, func(b []byte) { fill(b, content) })
+		edit(l.side.local.Arenas[0], int64(g)*soakGroupBytes, soakGroupBytes, func(b []byte) { fill(b, content) })
 		value, ok := id.SealValue(life.Incarnation, seq)
 		if !ok {
 			continue
@@ -235,15 +234,15 @@ func (s *soak) open(ctx context.Context, l *soakLife) (transfer.Link, error) {
 // after every read.
 func (s *soak) read(n int, stop <-chan struct{}) {
 	rng := rand.New(rand.NewPCG(s.seed, uint64(n)+2))
-	part, want := make([]byte, soakPartBytes), make([]byte, soakPartBytes)
+	want := make([]byte, soakPartBytes)
 	same := func() bool {
-		return bytes.Equal(view(s.reader.local.Arenas[0], int64(n)*soakPartBytes, part), want)
+		return bytes.Equal(view(s.reader.local.Arenas[0], int64(n)*soakPartBytes, soakPartBytes), want)
 	}
 	group := make([]byte, soakGroupBytes)
 	give := func() { // the part to somebody else
 		content := rng.Uint64()
 		fill(want, content)
-		s.reader.put(0, int64(n)*soakPartBytes, want)
+		s.reader.put(int64(n)*soakPartBytes, want)
 	}
 	give()
 	for {

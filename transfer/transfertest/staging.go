@@ -398,7 +398,7 @@ func testUnpinned(t testing.TB, p *stagedPair) { p.right(t) }
 // testBothWays: two nodes read from each other, more at once than there are
 // buffers. Nobody waits for ever, and nobody much longer than the others.
 func testBothWays(t testing.TB, p *stagedPair) {
-	const readers, rounds = 24, 6
+	const readers, rounds, bytes = 24, 3, 300 * kib // more than a buffer of any transport that has few
 	p.owner.fill(0, 600)
 	p.reader.fill(0, 601)
 	// The first half of each arena is read, the second is written to.
@@ -417,7 +417,7 @@ func testBothWays(t testing.TB, p *stagedPair) {
 		link     transfer.Link
 		seals    []transfer.Seal
 	}{{p.owner, p.reader, p.link, p.seals}, {p.reader, p.owner, back, []transfer.Seal{{Index: sealIndex, Value: value}}}}
-	copies := one(0, half, half)
+	copies := one(0, half, bytes)
 	var work sync.WaitGroup
 	for _, w := range ways {
 		for range readers {
@@ -433,7 +433,7 @@ func testBothWays(t testing.TB, p *stagedPair) {
 	}
 	work.Wait()
 	for _, w := range ways {
-		differ(t, "what "+string(w.to.local.Life.Node)+" read", w.to.stretch(0, half, half), w.from.stretch(0, 0, half))
+		differ(t, "what "+string(w.to.local.Life.Node)+" read", w.to.stretch(0, half, bytes), w.from.stretch(0, 0, bytes))
 	}
 	p.quiet(t)
 }

@@ -120,9 +120,9 @@ func record(t *testing.T, name string) {
 	}
 }
 
-// testLimits are short, but not so short that a busy machine breaks them.
+// testLimits are shorter than patience, and longer than a busy machine stands still.
 func testLimits() transfer.Limits {
-	return transfer.Limits{Dial: 20 * time.Second, Stall: 5 * time.Second}
+	return transfer.Limits{Dial: 20 * time.Second, Stall: 20 * time.Second}
 }
 
 // patience is how long the suite waits for what must come, on a busy machine too.
@@ -197,18 +197,21 @@ func (s *side) stretch(r id.Rank, at, n int64) []byte {
 	return b
 }
 
-// put writes b to offset at of an arena.
-func (s *side) put(r id.Rank, at int64, b []byte) { Poke(s.local.Arenas[r], at, b) }
+// put writes b to offset at of the arena of rank 0.
+func (s *side) put(at int64, b []byte) { Poke(s.local.Arenas[0], at, b) }
+
+// view is an arena to be looked at.
+func (s *side) view(r id.Rank) []byte { return view(s.local.Arenas[r], 0, s.local.Arenas[r].Size()) }
 
 // fill fills an arena with bytes that depend on seed and place.
 func (s *side) fill(r id.Rank, seed uint64) {
-	b := make([]byte, s.local.Arenas[r].Size())
-	fill(b, seed)
-	s.put(r, 0, b)
+	edit(s.local.Arenas[r], 0, s.local.Arenas[r].Size(), func(b []byte) { fill(b, seed) })
 }
 
 // clear fills the arena of rank 0 with zeros.
-func (s *side) clear() { s.put(0, 0, make([]byte, s.local.Arenas[0].Size())) }
+func (s *side) clear() {
+	edit(s.local.Arenas[0], 0, s.local.Arenas[0].Size(), func(b []byte) { clear(b) })
+}
 
 // pair is an owner, a reader, and a link from the reader to the owner.
 type pair struct {
@@ -279,7 +282,7 @@ func (p *pair) before() image {
 func (m image) apply(p *pair, copies []transfer.Copy) image {
 	owner := image{}
 	for r := range p.owner.local.Arenas {
-		owner[r] = p.owner.bytes(r)
+		owner[r] = p.owner.view(r)
 	}
 	for _, c := range copies {
 		copy(m[c.Rank][c.Local:][:c.Bytes], owner[c.Rank][c.Remote:][:c.Bytes])
@@ -291,7 +294,7 @@ func (m image) apply(p *pair, copies []transfer.Copy) image {
 func (m image) compare(t testing.TB, p *pair) {
 	t.Helper()
 	for r, want := range m {
-		differ(t, "rank "+string(rune('0'+int(r))), view(p.reader.local.Arenas[r], 0, make([]byte, len(want))), want)
+		differ(t, "rank "+string(rune('0'+int(r))), p.reader.view(r), want)
 	}
 }
 
