@@ -259,8 +259,8 @@ func TestSteadyReaderKeepsItsConnection(t *testing.T) {
 	defer w.abort()
 	c, reader := newServed(w, stall), <-ends
 	c.begin(transfer.Limits{Stall: stall, Base: stall}, 0)
-	fill := func() { // until the reader must take something
-		b := make([]byte, 64<<10)
+	fill := func() { // until the reader must take something, and the kernels are at rest
+		b, same := make([]byte, 64<<10), 0
 		eventually(t, "the buffers are not full", func() bool {
 			for full := false; !full; {
 				err := c.raw.Write(func(fd uintptr) bool {
@@ -272,7 +272,11 @@ func TestSteadyReaderKeepsItsConnection(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			return !c.takes(stall)
+			if same++; c.unacknowledged() != c.untaken {
+				c.extend(stall)
+				same = 0
+			}
+			return same == 10
 		})
 	}
 	for range 3 {
@@ -283,16 +287,19 @@ func TestSteadyReaderKeepsItsConnection(t *testing.T) {
 			}
 		}
 		_ = c.tcp.SetWriteDeadline(time.Unix(1, 0))
-		written := make(chan error, 1)
-		go func() { written <- c.write([]byte{1}) }()
-		for len(written) == 0 {
-			if _, err := io.CopyN(io.Discard, reader, 16<<10); err != nil {
-				t.Fatal(err)
-			}
-		}
-		if err := <-written; err != nil {
+		taken := make(chan error, 1)
+		go func() {
+			_, err := io.Copy(io.Discard, reader)
+			taken <- err
+		}()
+		if err := c.write([]byte{1}); err != nil {
 			t.Errorf("a reader that has taken some: %v", err)
 		}
+		_ = reader.SetReadDeadline(time.Unix(1, 0))
+		if err := <-taken; !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal(err)
+		}
+		_ = reader.SetReadDeadline(time.Time{})
 	}
 	fill()
 	_ = c.tcp.SetWriteDeadline(time.Unix(1, 0))
