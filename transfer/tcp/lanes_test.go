@@ -381,8 +381,11 @@ func TestRestartsLeaveNothing(t *testing.T) {
 	for range 5 {
 		life()
 	}
-	fds, goroutines := open(), runtime.NumGoroutine()
-	for range 30 {
+	fds, goroutines, lives := open(), runtime.NumGoroutine(), 30
+	if *soak >= time.Minute {
+		lives = 200
+	}
+	for range lives {
 		life()
 	}
 	eventually(t, "descriptors are left", func() bool { return open() <= fds })

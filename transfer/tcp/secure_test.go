@@ -128,7 +128,8 @@ func TestReadIsRefused(t *testing.T) {
 // A certificate that has ended is refused, in both directions; a reader whose
 // own it is says so.
 func TestExpiredCertificate(t *testing.T) {
-	const valid = 2 * time.Second
+	t.Parallel()                  // it takes its time, and nothing else
+	const valid = 8 * time.Second // and must not be over before they listen
 	ours := newAuthority(t)
 	brief, err := identity.NewAuthority("tcp test", valid)
 	if err != nil {
