@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvferry/kvferry/cuda"
 	"github.com/kvferry/kvferry/cuda/cudatest"
 	"github.com/kvferry/kvferry/internal/memory"
@@ -246,7 +248,11 @@ func TestNoDevice(t *testing.T) {
 	if !alone(t) {
 		return
 	}
-	for _, library := range []string{filepath.Join(t.TempDir(), "libcuda.so.1"), "/dev/null", ""} {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, library := range []string{filepath.Join(t.TempDir(), "libcuda.so.1"), "/dev/null", pipe, ""} {
 		_, err := cuda.Open(cuda.Options{Library: library})
 		if !errors.Is(err, cuda.ErrUnavailable) || !strings.Contains(err.Error(), "library") || len(err.Error()) < 60 {
 			t.Errorf("%q: %v", library, err)

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"syscall"
@@ -53,6 +54,13 @@ func TestDevice(t *testing.T) {
 	}
 	if err := rdma.Load("/nowhere/libibverbs.so.1"); err == nil {
 		t.Error("another library was loaded")
+	}
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := rdma.Load(pipe); !errors.Is(err, rdma.ErrUnavailable) || !strings.Contains(err.Error(), pipe) {
+		t.Errorf("a pipe: %v", err)
 	}
 	for range 2 {
 		if err := d.Close(); err != nil {

@@ -34,6 +34,9 @@ var bound struct {
 // Load("") if nobody has loaded it. The error wraps [ErrUnavailable] if there
 // is no library, or one that is too old.
 func Load(path string) error {
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() {
+		return fmt.Errorf("%w: %s is no regular file", ErrUnavailable, path) // a pipe would be waited for
+	}
 	bound.mu.Lock()
 	defer bound.mu.Unlock()
 	if bound.done {

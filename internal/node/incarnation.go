@@ -48,7 +48,7 @@ func (s *incarnations) next(now time.Time) (id.Incarnation, error) {
 		i = max(i, id.Incarnation(last)+1)
 	}
 	if err := writeSynced(s.path, []byte(strconv.FormatUint(uint64(i), 10)+"\n")); err != nil {
-		return 0, fmt.Errorf("keep the incarnation: %w", err)
+		return 0, fmt.Errorf("keep the incarnation, for which node.state_dir needs room and must be writable: %w", err)
 	}
 	return i, nil
 }

@@ -12,6 +12,8 @@ import "C"
 
 import (
 	"errors"
+	"fmt"
+	"os"
 	"reflect"
 	"unsafe"
 
@@ -21,6 +23,9 @@ import (
 // Bind loads the driver's library, once a process: another path is an error. ""
 // is where the loader, containers, and Linux under Windows have it.
 func Bind(path string) error {
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() {
+		return fmt.Errorf("%s is no regular file", path) // a pipe would be waited for
+	}
 	p := C.CString(path)
 	defer C.free(unsafe.Pointer(p))
 	var why [1024]C.char
