@@ -351,6 +351,7 @@ func testSealBehindGather(t testing.TB, p *stagedPair) {
 			p.devices[0].Hold(ToHost)
 			cancel, done := p.begin(one(0, 0, bytes))
 			live(t, p.devices[0], done)
+			silent(t, "Read", done)
 			if pass == 1 && bytes == p.size {
 				p.devices[0].Let(ToHost, 1)
 			}
