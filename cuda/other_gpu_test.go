@@ -92,34 +92,36 @@ func (o *other) end() error {
 	return o.cmd.Wait()
 }
 
-// role is what TestGPUOther does.
+// part is what TestGPUOther plays, and role names it.
+type part string
+
 const role = "KVFERRY_CUDA_PROBE"
 
-func (o *other) say(format string, args ...any) {
-	fmt.Printf(o.name+": "+format+"\n", args...)
+func (as part) say(format string, args ...any) {
+	fmt.Printf(string(as)+": "+format+"\n", args...)
 }
 
 // TestGPUOther is the other process of the probes that need one.
 func TestGPUOther(t *testing.T) {
-	o := &other{name: os.Getenv(role)}
-	if o.name == "" {
+	p := part(os.Getenv(role))
+	if p == "" {
 		t.Skip("the other process of TestGPUProbe and of TestGPUBeside")
 	}
 	begin := time.Now()
 	r, g := gpu(t, cuda.Options{Scatter: -1})
 	opened := time.Since(begin)
-	switch o.name {
+	switch p {
 	case "context":
 		begin = time.Now()
 		onGPU(t, r, g, 1)
-		o.say("%v, %v", opened.Round(time.Millisecond), time.Since(begin).Round(time.Millisecond))
+		p.say("%v, %v", opened.Round(time.Millisecond), time.Since(begin).Round(time.Millisecond))
 		io.Copy(io.Discard, os.Stdin)
 	case "destroy":
-		o.destroy(t, g)
+		p.destroy(t, g)
 	case "batch":
-		o.batches(t, g)
+		p.batches(t, g)
 	case "busy":
-		o.busy(t, onGPU(t, r, g, 64<<20))
+		p.busy(t, onGPU(t, r, g, 64<<20))
 	}
 }
 
@@ -161,7 +163,7 @@ func probeDestroy(t *testing.T) {
 	}
 }
 
-func (o *other) destroy(t *testing.T, g cuda.GPU) {
+func (as part) destroy(t *testing.T, g cuda.GPU) {
 	c, err := cu.Device(g.Ordinal).RetainPrimaryCtx()
 	if err != nil {
 		t.Fatal(err)
@@ -179,8 +181,8 @@ func (o *other) destroy(t *testing.T, g cuda.GPU) {
 	if err := alloc(); err != nil {
 		t.Fatal(err)
 	}
-	o.say("%s", answer(c.Destroy()))
-	o.say("%s", answer(alloc()))
+	as.say("%s", answer(c.Destroy()))
+	as.say("%s", answer(alloc()))
 }
 
 // batchSizes are numbers of copies in one call; 51,828 have crashed a driver of
@@ -203,7 +205,7 @@ func probeBatch(t *testing.T) {
 	}
 }
 
-func (o *other) batches(t *testing.T, g cuda.GPU) {
+func (as part) batches(t *testing.T, g cuda.GPU) {
 	const piece = 1 << 10
 	ctx, err := driver.Retain(driver.Device(g.Ordinal))
 	if err != nil {
@@ -235,12 +237,12 @@ func (o *other) batches(t *testing.T, g cuda.GPU) {
 				err = errWrongBytes
 			}
 			if err == nil {
-				o.say("%v, %v", took[0].Round(time.Microsecond), took[1].Round(time.Microsecond))
+				as.say("%v, %v", took[0].Round(time.Microsecond), took[1].Round(time.Microsecond))
 			}
 			return errors.Join(err, driver.HostFree(host), driver.Free(p))
 		})
 		if err != nil {
-			o.say("%v", err)
+			as.say("%v", err)
 		}
 	}
 }
@@ -275,14 +277,14 @@ func batch(direction, n, piece int, p driver.Addr, host []byte) (time.Duration, 
 
 // busy works for half a second for every line that it is told, and says how many
 // rounds a second that were.
-func (o *other) busy(t *testing.T, a *cuda.Arena) {
+func (as part) busy(t *testing.T, a *cuda.Arena) {
 	half := a.Size() / 2
-	o.say("copies of %d MiB within the device", half>>20)
+	as.say("copies of %d MiB within the device", half>>20)
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
 		n, begin := 0, time.Now()
 		for ; time.Since(begin) < 500*time.Millisecond; n++ {
 			wait(t, a.Move([]memory.Segment{{Arena: half, Bytes: half}}))
 		}
-		o.say("%f", float64(n)/time.Since(begin).Seconds())
+		as.say("%f", float64(n)/time.Since(begin).Seconds())
 	}
 }

@@ -127,8 +127,8 @@ func (q *QP) carryOut(ctx context.Context, ops []Op, b *C.struct_rd_batch, o Rea
 	if stall <= 0 {
 		stall = defaultStall
 	}
-	last := time.Now() // when something was seen to complete
-	late := false      // the stall time was over before this look
+	due := time.Now().Add(stall) // if nothing is seen to complete until then
+	late := false                // it was over before this look
 	for {
 		seen := b.cqes
 		st.Calls++
@@ -149,11 +149,10 @@ func (q *QP) carryOut(ctx context.Context, ops []Op, b *C.struct_rd_batch, o Rea
 		now := time.Now()
 		switch {
 		case b.cqes != seen:
-			last, late = now, false
-		case now.Sub(last) < stall:
+			due, late = now.Add(stall), false
+		case now.Before(due):
 		case !late:
-			late = true
-			last = now.Add(grace - stall)
+			due, late = now.Add(grace), true
 		default:
 			err := fmt.Errorf("%w: nothing has completed on queue pair %d of %s for %v", ErrStalled, q.num, q.pd.dev.name, stall)
 			if b.err != 0 {
@@ -166,7 +165,7 @@ func (q *QP) carryOut(ctx context.Context, ops []Op, b *C.struct_rd_batch, o Rea
 			time.Sleep(pause)
 		} else if q.file == nil {
 			runtime.Gosched()
-		} else if err := q.wait(last.Add(stall), st, stopCanceled|stopFailed); err != nil {
+		} else if err := q.wait(due, st, stopCanceled|stopFailed); err != nil {
 			return err
 		}
 	}

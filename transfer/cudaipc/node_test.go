@@ -1,7 +1,6 @@
 package cudaipc
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"os"
@@ -174,7 +173,7 @@ func (n *node) fill(rank id.Rank, seed int) []byte {
 // listen starts the transport; o adds to what a test needs.
 func (n *node) listen(t testing.TB, o Options) *Transport {
 	t.Helper()
-	o.Local, o.Runtime, o.Limits = n.local, n.r, calm(o.Limits)
+	o.Local, o.Runtime, o.Limits = n.local, n.r, transfertest.Calm(o.Limits)
 	tr, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -186,13 +185,6 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	})
 	n.t = tr
 	return tr
-}
-
-// calm fills the limits of which a test says nothing: none is met on a busy machine
-// either.
-func calm(l transfer.Limits) transfer.Limits {
-	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
-	return l
 }
 
 func (n *node) peer() transfer.Peer {

@@ -23,6 +23,7 @@ import (
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
 	"github.com/kvferry/kvferry/transfer/rendezvous"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // script is an owner that does as play says with every reader.
@@ -30,7 +31,7 @@ func script(t testing.TB, dir string, play func(c *rendezvous.Conn) error) trans
 	t.Helper()
 	s, err := rendezvous.Listen(rendezvous.Options{
 		Protocol: protocol(), Dir: dir, Life: ownerLife, Serve: play,
-		Limits: calm(transfer.Limits{Stall: 100 * time.Millisecond}),
+		Limits: transfertest.Calm(transfer.Limits{Stall: 100 * time.Millisecond}),
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -21,6 +21,7 @@ import (
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // childEnv makes the test binary a node: it is the JSON of a childSpec.
@@ -94,7 +95,7 @@ func childWork() (err error) {
 		ready.Bytes[id.Rank(rank)] = s.Bytes
 	}
 	ready.Seal = n.hold(word, 1)
-	n.t, err = Listen(Options{Local: n.local, Runtime: r, Dir: s.Dir, Limits: calm(transfer.Limits{})})
+	n.t, err = Listen(Options{Local: n.local, Runtime: r, Dir: s.Dir, Limits: transfertest.Calm(transfer.Limits{})})
 	if err != nil {
 		return err
 	}

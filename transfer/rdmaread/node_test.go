@@ -2,7 +2,6 @@ package rdmaread
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"errors"
 	"strings"
@@ -14,6 +13,7 @@ import (
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/rdma/rdmatest"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // patience is how long a test waits for what must come.
@@ -192,7 +192,7 @@ func (n *node) listen(t testing.TB, m *meeting, o Options) *Transport {
 	if o.Timeout == 0 {
 		o.Timeout = m.o.Timeout
 	}
-	o.Local, o.Limits = n.local, calm(o.Limits)
+	o.Local, o.Limits = n.local, transfertest.Calm(o.Limits)
 	tr, err := m.listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -204,13 +204,6 @@ func (n *node) listen(t testing.TB, m *meeting, o Options) *Transport {
 	})
 	n.t = tr
 	return tr
-}
-
-// calm fills the limits of which a test says nothing: none is met on a busy machine
-// either.
-func calm(l transfer.Limits) transfer.Limits {
-	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
-	return l
 }
 
 // stall gives the reads of n, of which none runs, another stall time.

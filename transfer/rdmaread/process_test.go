@@ -78,7 +78,7 @@ func own(s ownerSpec) error {
 	seals.Store(3, v)
 	t, err := Listen(Options{
 		Local: transfer.Local{Life: s.Life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, Devices: s.Devices, Timeout: s.Timeout,
-		Limits: calm(transfer.Limits{}),
+		Limits: transfertest.Calm(transfer.Limits{}),
 		Call: func(context.Context, transfer.Peer, []byte) ([]byte, Call, error) {
 			return nil, nil, errors.New("an owner")
 		},
@@ -265,7 +265,7 @@ func TestOwnerIsKilledWhileItIsRead(t *testing.T) {
 		owner := startOwner(t, w, ownerSpec{Life: ownerLife, Socket: socket, Bytes: size, Seed: round})
 		reader := newNode(t, readerLife, size)
 		o := m.o
-		o.Local, o.Call, o.Limits = reader.local, dialCall(socket), calm(transfer.Limits{})
+		o.Local, o.Call, o.Limits = reader.local, dialCall(socket), transfertest.Calm(transfer.Limits{})
 		if w == nil {
 			o.Devices = rdmatest.Hardware()[len(rdmatest.Hardware())-1:]
 		}
@@ -326,7 +326,7 @@ func TestOwnerIsKilledWhileItGathers(t *testing.T) {
 			device := newDevice(t, transfertest.DeviceOptions{})
 			reader := deviceNode(t, readerLife, places(device)[Staged], size, 1)
 			o := m.o
-			o.Local, o.Call, o.Limits = reader.local, dialCall(socket), calm(transfer.Limits{Stall: patience})
+			o.Local, o.Call, o.Limits = reader.local, dialCall(socket), transfertest.Calm(transfer.Limits{Stall: patience})
 			if w == nil {
 				o.Devices = rdmatest.Hardware()[len(rdmatest.Hardware())-1:]
 			}
@@ -470,7 +470,7 @@ func readerProcess() int {
 		}
 		t, err := Listen(Options{
 			Local:   transfer.Local{Life: readerLife, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals},
-			Devices: s.Devices, Timeout: s.Timeout, Call: dialCall(s.Socket), Staging: 2 * leastStaging, Limits: calm(transfer.Limits{}),
+			Devices: s.Devices, Timeout: s.Timeout, Call: dialCall(s.Socket), Staging: 2 * leastStaging, Limits: transfertest.Calm(transfer.Limits{}),
 		})
 		if err != nil {
 			return err
@@ -493,7 +493,7 @@ func TestOwnerIsStoppedAndReadAllTheSame(t *testing.T) {
 	owner := startOwner(t, w, ownerSpec{Life: ownerLife, Socket: socket, Bytes: size, Seed: 1})
 	reader := newNode(t, readerLife, size)
 	o := m.o
-	o.Local, o.Call, o.Limits = reader.local, dialCall(socket), calm(transfer.Limits{})
+	o.Local, o.Call, o.Limits = reader.local, dialCall(socket), transfertest.Calm(transfer.Limits{})
 	if w == nil {
 		o.Devices = rdmatest.Hardware()[len(rdmatest.Hardware())-1:]
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvferry/kvferry/internal/id"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -59,8 +60,7 @@ func (p plain) Release() {
 // options of a node of a life, with limits that none meets on a busy machine; a test
 // adds to them.
 func options(dir string, life id.Life) Options {
-	calm := transfer.Limits{Dial: patience / 3, Stall: patience / 3}
-	return Options{Protocol: testProtocol, Dir: dir, Life: life, Serve: stand, Limits: calm}
+	return Options{Protocol: testProtocol, Dir: dir, Life: life, Serve: stand, Limits: transfertest.Calm(transfer.Limits{})}
 }
 
 func listen(t testing.TB, o Options) *Server {

@@ -195,8 +195,8 @@ func (s *Server) serve(c *served) {
 		s.stats.strangers.Add(1)
 		log.Info("end a connection meant for another life", "err", err)
 	case errors.Is(err, ErrBusy):
-		s.refuse(c, refusedBusy)
 		s.stats.refused.Add(1)
+		s.refuse(c, refusedBusy)
 		log.Info("refuse a reader", "err", err)
 	default:
 		log.Debug("connection ended", "err", err)

@@ -1,7 +1,6 @@
 package shm
 
 import (
-	"cmp"
 	"context"
 	"os"
 	"testing"
@@ -82,7 +81,7 @@ func (n *node) arena() []byte { return host(n.local.Arenas[0]) }
 // listen starts the transport; o adds to what a test needs.
 func (n *node) listen(t testing.TB, o Options) *Transport {
 	t.Helper()
-	o.Local, o.Limits = n.local, calm(o.Limits)
+	o.Local, o.Limits = n.local, transfertest.Calm(o.Limits)
 	tr, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -94,13 +93,6 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	})
 	n.t, n.dir = tr, o.Dir
 	return tr
-}
-
-// calm fills the limits of which a test says nothing: none is met on a busy machine
-// either.
-func calm(l transfer.Limits) transfer.Limits {
-	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
-	return l
 }
 
 func (n *node) peer() transfer.Peer {

@@ -75,7 +75,7 @@ func ownerServe() error {
 	transfertest.Poke(arena, 0, b)
 	value, _ := id.SealValue(spec.Life.Incarnation, 1)
 	seals.Store(3, value)
-	tr, err := Listen(Options{Local: transfer.Local{Life: spec.Life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, Dir: spec.Dir, Limits: calm(transfer.Limits{})})
+	tr, err := Listen(Options{Local: transfer.Local{Life: spec.Life, Arenas: map[id.Rank]memory.Arena{0: arena}, Seals: seals}, Dir: spec.Dir, Limits: transfertest.Calm(transfer.Limits{})})
 	if err != nil {
 		return err
 	}

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"cmp"
 	"context"
 	"crypto/tls"
 	"io"
@@ -16,6 +15,7 @@ import (
 	"github.com/kvferry/kvferry/internal/identity"
 	"github.com/kvferry/kvferry/internal/memory"
 	"github.com/kvferry/kvferry/transfer"
+	"github.com/kvferry/kvferry/transfer/transfertest"
 )
 
 // node is one side of a test.
@@ -54,7 +54,7 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	if !o.Bind.IsValid() {
 		o.Bind = netip.MustParseAddrPort("127.0.0.1:0")
 	}
-	o.Limits = calm(o.Limits)
+	o.Limits = transfertest.Calm(o.Limits)
 	tr, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -68,15 +68,8 @@ func (n *node) listen(t testing.TB, o Options) *Transport {
 	return tr
 }
 
-// calm fills the limits of which a test says nothing: none is met on a busy machine
-// either.
-func calm(l transfer.Limits) transfer.Limits {
-	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
-	return l
-}
-
 // hurry gives the reads of n, of which none runs, other limits.
-func (n *node) hurry(l transfer.Limits) { n.t.limits = calm(l).WithDefaults() }
+func (n *node) hurry(l transfer.Limits) { n.t.limits = transfertest.Calm(l).WithDefaults() }
 
 func (n *node) peer() transfer.Peer {
 	return transfer.Peer{Life: n.local.Life, Descriptor: n.t.Descriptor(), ArenaBytes: map[id.Rank]int64{0: n.local.Arenas[0].Size()}}

@@ -567,7 +567,7 @@ func testCloseOwner(t testing.TB, f Factory) {
 	failed := p.reading(t, p.link, size, reads)
 	shut(t, p.owner.transport.Close)
 	p.owner.clear() // nobody reads it any more
-	limit := testLimits().Stall + patience/4
+	limit := Calm(transfer.Limits{}).Stall + patience/4
 	started := time.Now()
 	for range reads {
 		err := wait(t, "Read of a peer that is gone", failed)
@@ -633,7 +633,7 @@ func testLeaks(t testing.TB, f Factory) {
 		_ = link.Read(ctx, p.seals, one(0, 0, 64*kib)) // its failure must not leak either
 		shut(t, link.Close)
 		third := newSide(t, "third", nil, 0, 0)
-		tr, err := f.Start(third.local, testLimits())
+		tr, err := f.Start(third.local, Calm(transfer.Limits{}))
 		if err != nil {
 			t.Fatal(err)
 		}

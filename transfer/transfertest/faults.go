@@ -44,7 +44,7 @@ func always(fault Fault) func(int) Fault { return func(int) Fault { return fault
 
 func testReordered(t testing.TB, f Factory) {
 	rng := rand.New(rand.NewPCG(rand.Uint64(), 7))
-	p := newPair(t, f.faulty(testLimits(), always(Fault{Delay: time.Millisecond, Reorder: true})), 2, 512*kib)
+	p := newPair(t, f.faulty(Calm(transfer.Limits{}), always(Fault{Delay: time.Millisecond, Reorder: true})), 2, 512*kib)
 	for _, n := range []int{1, 100, 2000} {
 		copies := append(scattered(rng, 0, 512*kib, n, 5*kib), scattered(rng, 1, 512*kib, n, 5*kib)...)
 		want := p.before().apply(p, copies)
@@ -66,7 +66,7 @@ func testFailing(t testing.TB, f Factory) {
 		}
 		return Fault{}
 	}
-	p := newPair(t, f.faulty(testLimits(), plan), 1, 256*kib)
+	p := newPair(t, f.faulty(Calm(transfer.Limits{}), plan), 1, 256*kib)
 	rng := rand.New(rand.NewPCG(rand.Uint64(), 8))
 	for read := range 12 {
 		copies := scattered(rng, 0, 256*kib, 20, 8*kib)
@@ -90,7 +90,7 @@ func testFailing(t testing.TB, f Factory) {
 }
 
 func testLost(t testing.TB, f Factory) {
-	limits := testLimits()
+	limits := Calm(transfer.Limits{})
 	limits.Stall = 50 * time.Millisecond
 	p := newPair(t, f.faulty(limits, always(Fault{Lose: true})), 1, 64*kib)
 	before := p.before()
@@ -107,7 +107,7 @@ func testLost(t testing.TB, f Factory) {
 }
 
 func testLostDeadline(t testing.TB, f Factory) {
-	limits := testLimits()
+	limits := Calm(transfer.Limits{})
 	limits.Stall = time.Hour
 	p := newPair(t, f.faulty(limits, always(Fault{Lose: true})), 1, 4*kib)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
@@ -118,7 +118,7 @@ func testLostDeadline(t testing.TB, f Factory) {
 }
 
 func testLostClosed(t testing.TB, f Factory) {
-	limits := testLimits()
+	limits := Calm(transfer.Limits{})
 	limits.Stall = time.Hour
 	began := make(chan struct{}, 1)
 	p := newPair(t, f.faulty(limits, func(int) Fault { began <- struct{}{}; return Fault{Lose: true} }), 1, 4*kib)
@@ -132,7 +132,7 @@ func testLostClosed(t testing.TB, f Factory) {
 }
 
 func testHalfWay(t testing.TB, f Factory) {
-	p := newPair(t, f.faulty(testLimits(), always(Fault{Cancel: true})), 1, 256*kib)
+	p := newPair(t, f.faulty(Calm(transfer.Limits{}), always(Fault{Cancel: true})), 1, 256*kib)
 	rng := rand.New(rand.NewPCG(rand.Uint64(), 9))
 	given := p.before() // what the next owner of the pages wrote
 	for range 10 {
@@ -153,7 +153,7 @@ func testHalfWay(t testing.TB, f Factory) {
 // testLate: the bytes land after the context has ended and before Read returns.
 // Whoever waits for Read is safe.
 func testLate(t testing.TB, f Factory) {
-	p := newPair(t, f.faulty(testLimits(), always(Fault{Late: 5 * time.Millisecond})), 1, 256*kib)
+	p := newPair(t, f.faulty(Calm(transfer.Limits{}), always(Fault{Late: 5 * time.Millisecond})), 1, 256*kib)
 	copies := one(0, 0, 256*kib)
 	var after image
 	for round := range uint64(5) {
@@ -177,7 +177,7 @@ func testLate(t testing.TB, f Factory) {
 }
 
 func testLateClosed(t testing.TB, f Factory) {
-	limits := testLimits()
+	limits := Calm(transfer.Limits{})
 	limits.Stall = time.Hour
 	began := make(chan struct{}, 1)
 	plan := func(int) Fault { began <- struct{}{}; return Fault{Late: 5 * time.Millisecond} }

@@ -133,7 +133,7 @@ func (s *soak) restart(rng *rand.Rand) {
 	if next == nil {
 		next = s.f.owner(s.t, 1, soakGroups*soakGroupBytes)
 	}
-	tr, err := s.f.Start(next.local, testLimits())
+	tr, err := s.f.Start(next.local, Calm(transfer.Limits{}))
 	if err != nil {
 		s.t.Fatalf("start life %d of the owner: %v", s.lives, err)
 	}

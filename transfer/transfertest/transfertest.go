@@ -20,6 +20,7 @@
 package transfertest
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -90,7 +91,7 @@ func Run(t *testing.T, factory Factory) {
 func available(t *testing.T, f Factory) {
 	t.Helper()
 	for _, s := range []*side{f.owner(t, 1, 4096), f.reader(t, 1, 4096)} {
-		tr, err := f.Start(s.local, testLimits())
+		tr, err := f.Start(s.local, Calm(transfer.Limits{}))
 		if errors.Is(err, transfer.ErrUnavailable) {
 			t.Skipf("%s: %v", f.Name, err)
 		}
@@ -120,9 +121,11 @@ func record(t *testing.T, name string) {
 	}
 }
 
-// testLimits are shorter than patience, and longer than a busy machine stands still.
-func testLimits() transfer.Limits {
-	return transfer.Limits{Dial: 20 * time.Second, Stall: 20 * time.Second}
+// Calm fills the limits of which a test says nothing: shorter than patience, and
+// longer than a busy machine stands still.
+func Calm(l transfer.Limits) transfer.Limits {
+	l.Dial, l.Stall = cmp.Or(l.Dial, patience/3), cmp.Or(l.Stall, patience/3)
+	return l
 }
 
 // patience is how long the suite waits for what must come, on a busy machine too.
@@ -168,7 +171,7 @@ func newSide(t testing.TB, node id.Node, place Place, ranks int, size int64) *si
 
 func (s *side) start(t testing.TB, f Factory) {
 	t.Helper()
-	tr, err := f.Start(s.local, testLimits())
+	tr, err := f.Start(s.local, Calm(transfer.Limits{}))
 	if err != nil {
 		t.Fatalf("start %s: %v", f.Name, err)
 	}

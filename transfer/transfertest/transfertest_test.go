@@ -36,7 +36,7 @@ func TestMemoryStaged(t *testing.T) { RunStaged(t, inMemory()) }
 // The wrapper is a transport itself, and keeps what every transport must while
 // it only delays and reorders.
 func TestFaulty(t *testing.T) {
-	Run(t, inMemory().faulty(testLimits(), always(Fault{Delay: 50 * time.Microsecond, Reorder: true})))
+	Run(t, inMemory().faulty(Calm(transfer.Limits{}), always(Fault{Delay: 50 * time.Microsecond, Reorder: true})))
 }
 
 func TestRunRecordsWhatWasTested(t *testing.T) {
@@ -67,7 +67,7 @@ func TestFaultyInABubble(t *testing.T) {
 // has returned, finds foreign bytes in it.
 func TestLateLandingFindsWhoFreesEarly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) { // where late is behind all that is done here
-		p := newPair(t, inMemory().faulty(testLimits(), always(Fault{Late: time.Millisecond})), 1, 4*kib)
+		p := newPair(t, inMemory().faulty(Calm(transfer.Limits{}), always(Fault{Late: time.Millisecond})), 1, 4*kib)
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- p.link.Read(ctx, p.seals, one(0, 0, 4*kib)) }()
